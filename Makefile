@@ -1,0 +1,64 @@
+# make test    lint, types, import contract, the whole suite
+# make demo    train a small MoE language model four ways, report in build/demo
+# make bench   the measurements behind the figures in the docs
+# make docs    the documentation as a site, in build/site
+# make clean   remove .venv, build and caches
+#
+# Needs python3 (3.11 or newer) with venv and pip. Everything else goes into .venv.
+
+SHELL  := bash
+PYTHON ?= python3
+BIN    := .venv/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+READY  := .venv/.ready
+BENCH_READY := .venv/.bench-ready
+
+# One compute thread per process: two pytest workers then share two cores instead of fighting over them,
+# and sums are added in the same order on every machine.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.PHONY: test lint types imports pytest demo bench docs clean
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+test: lint types imports pytest
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, found " + sys.version.split()[0])'
+	$(PYTHON) -m venv .venv
+
+# One pip command for everything, so that the pins hold for each package and nothing is installed twice.
+# roundpipe_core/__init__.py holds the version, which an editable install copies.
+$(READY): pyproject.toml constraints.txt roundpipe_core/__init__.py | $(BIN)/python
+	$(PIP) -e '.[all,test]'
+	@touch $@
+
+$(BENCH_READY): $(READY)
+	$(PIP) -e '.[all,test,bench]'
+	@touch $@
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+imports: $(READY)
+	$(BIN)/lint-imports
+
+pytest: $(READY)
+	$(ONE_THREAD) $(BIN)/python -m pytest -q -n 2
+
+demo: $(READY)
+	$(BIN)/python examples/moe_lm.py --out build/demo
+
+bench: $(BENCH_READY)
+	@for script in benchmarks/[!_]*.py; do echo "== $$script"; $(ONE_THREAD) $(BIN)/python $$script || exit 1; done
+
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+clean:
+	rm -rf .venv build dist .hypothesis .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,45 @@
+"""Recompute that remembers its decisions: phases, slots and errors, for any framework.
+
+Layer code usually imports these names from the frontend it uses (`roundpipe_torch`, `roundpipe_jax`); they are the
+same objects (R14).
+"""
+
+from ._errors import (
+    Flip,
+    GradientError,
+    MismatchError,
+    MutationError,
+    OptionError,
+    PhaseError,
+    RoundPipeError,
+    SlotError,
+    VerifyError,
+    VerifyWarning,
+)
+from ._phase import (
+    doing_recompute,
+    get_recompute_data,
+    layer_scope,
+    recompute_once,
+    save_for_recompute,
+)
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "Flip",
+    "GradientError",
+    "MismatchError",
+    "MutationError",
+    "OptionError",
+    "PhaseError",
+    "RoundPipeError",
+    "SlotError",
+    "VerifyError",
+    "VerifyWarning",
+    "doing_recompute",
+    "get_recompute_data",
+    "layer_scope",
+    "recompute_once",
+    "save_for_recompute",
+]

@@ -1,0 +1,149 @@
+"""What a frontend tells the core about its arrays, and how a value finds the frontend it belongs to."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from ._errors import Flip
+
+__all__ = ["Backend", "backend_of", "compare", "expand", "nbytes", "outside_saves", "register_backend", "without_gradient"]
+
+
+class Backend(Protocol):
+    """The arrays of one framework.
+
+    A frontend registers one instance when it is imported. Nothing here runs for values of other
+    frameworks, and the core never imports any of them.
+    """
+
+    name: str
+
+    def owns(self, value: Any) -> bool:
+        """Whether `value` is an array of this framework."""
+
+    def expand(self, value: Any) -> tuple[Sequence[Any], Callable[[list[Any]], Any]] | None:
+        """The children of a container only this framework knows, and how to build it again."""
+
+    def gradient_fault(self, array: Any) -> tuple[str, str] | None:
+        """Why `array` may not be saved (R5), and the way out; None if it may."""
+
+    def snapshot(self, array: Any) -> Any:
+        """What the slot keeps: the values of this moment (R6)."""
+
+    def restore(self, stored: Any) -> Any:
+        """An array with the values of `stored` that a layer may change without changing `stored` (R6)."""
+
+    def nbytes(self, stored: Any) -> int:
+        """Bytes that `stored` holds (R12)."""
+
+    def rows_differing(self, stored: Any, array: Any) -> tuple[int, int, int] | None:
+        """(rows that differ, rows, first such row), NaN equal to NaN; None if all agree."""
+
+    def without_gradient(self, function: Callable[[], Any]) -> Any:
+        """What `function` returns, cut off from differentiation."""
+
+
+class _NumpyArrays:
+    """numpy arrays. They have no version counter, so they are copied both ways (R6)."""
+
+    name = "numpy"
+
+    def owns(self, value: Any) -> bool:
+        numpy = sys.modules.get("numpy")
+        return numpy is not None and isinstance(value, numpy.ndarray)
+
+    def expand(self, value: Any) -> None:
+        return None
+
+    def gradient_fault(self, array: Any) -> None:
+        return None
+
+    def snapshot(self, array: Any) -> Any:
+        return array.copy()
+
+    def restore(self, stored: Any) -> Any:
+        return stored.copy()
+
+    def nbytes(self, stored: Any) -> int:
+        return int(stored.nbytes)
+
+    def rows_differing(self, stored: Any, array: Any) -> tuple[int, int, int] | None:
+        rows = len(stored) if stored.ndim else 1
+        if stored.shape != array.shape or stored.dtype != array.dtype:
+            return rows, rows, 0
+        differs = (stored != array) & ~((stored != stored) & (array != array))
+        flags = [bool(row.any()) for row in differs] if stored.ndim else [bool(differs)]
+        return (sum(flags), rows, flags.index(True)) if any(flags) else None
+
+    def without_gradient(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+
+_frontends: list[Backend] = []
+outside_saves: list[Callable[[tuple[Any, ...]], tuple[Any, ...]]] = []
+"""What frontends make of data that is saved where no region runs: another checkpointing may want to know of it."""
+_numpy = _NumpyArrays()
+_by_type: dict[type, Backend | None] = {}
+
+
+def register_backend(backend: Backend) -> None:
+    """Make the arrays of `backend` known. Called once, when its frontend is imported."""
+    _frontends.append(backend)
+    _by_type.clear()
+
+
+def backend_of(value: Any) -> Backend | None:
+    """The backend whose array `value` is; None for plain Python values and opaque objects."""
+    kind = type(value)
+    try:
+        return _by_type[kind]
+    except KeyError:
+        found = next((known for known in (*_frontends, _numpy) if known.owns(value)), None)
+        if found or "numpy" in sys.modules or kind.__module__ == "builtins":
+            _by_type[kind] = found
+        return found
+
+
+def expand(value: Any) -> tuple[Sequence[Any], Callable[[list[Any]], Any]] | None:
+    """Ask every frontend whether it knows the container `value`."""
+    if backend_of(value) is None:
+        for backend in _frontends:
+            opened = backend.expand(value)
+            if opened is not None:
+                return opened
+    return None
+
+
+def nbytes(backend: Backend | None, stored: Any) -> int:
+    """Bytes of one stored leaf. Plain Python values count as nothing."""
+    return backend.nbytes(stored) if backend else 0
+
+
+def compare(layer: str, item: str, backend: Backend | None, stored: Any, value: Any) -> Flip | None:
+    """The difference between what a slot holds and what was decided again, if there is one."""
+    if backend is not None and backend.owns(value):
+        rows = backend.rows_differing(stored, value)
+        return Flip(layer, item, *rows) if rows else None
+    if backend is None and (stored is value or _equal(stored, value)):
+        return None
+    return Flip(layer, item, 1, 1, 0)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return type(one) is type(other) and (bool(one == other) or (one != one and other != other))
+    except Exception:  # an opaque object that cannot be compared: nothing is known against it
+        return True
+
+
+def without_gradient(function: Callable[[], Any]) -> Any:
+    """Run `function` cut off from differentiation in every framework that is loaded."""
+    for backend in _frontends:
+        function = _wrapped(backend, function)
+    return function()
+
+
+def _wrapped(backend: Backend, function: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: backend.without_gradient(function)

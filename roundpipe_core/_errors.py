@@ -1,0 +1,106 @@
+"""Every error of the project, in one tree.
+
+    RoundPipeError
+    ├── PhaseError      (also AssertionError)  the call belongs to another phase            R3
+    ├── SlotError       (also LookupError)     nothing saved, saved twice, unknown name     R3 R4
+    ├── GradientError   (also ValueError)      a saved value carries gradient               R5
+    ├── MutationError   (also RuntimeError)    an input changed between the phases          R6
+    ├── MismatchError   (also RuntimeError)    the phases differ in what backward needs     R10
+    ├── OptionError     (also TypeError and ValueError)  an option that does not exist or cannot be
+    └── VerifyError     (also RuntimeError)    `verify="raise"` found a changed decision
+
+    UserWarning
+    └── VerifyWarning                          the same under `verify="warn"`
+
+Each is also the builtin exception that a careful caller would already catch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = [
+    "Flip",
+    "GradientError",
+    "MismatchError",
+    "MutationError",
+    "OptionError",
+    "PhaseError",
+    "RoundPipeError",
+    "SlotError",
+    "VerifyError",
+    "VerifyWarning",
+    "message",
+]
+
+
+class RoundPipeError(Exception):
+    """Base of every error that this project raises on purpose."""
+
+
+class PhaseError(RoundPipeError, AssertionError):
+    """A function was called in a phase it does not belong to (R3)."""
+
+
+class SlotError(RoundPipeError, LookupError):
+    """The slot does not hold what was asked for, or already holds it (R3, R4)."""
+
+
+class GradientError(RoundPipeError, ValueError):
+    """A value handed to a slot carries gradient, which the recompute would lose (R5)."""
+
+
+class MutationError(RoundPipeError, RuntimeError):
+    """A tensor that the recompute starts from was changed in place after the forward (R6)."""
+
+
+class MismatchError(RoundPipeError, RuntimeError):
+    """Backward needs something that the two phases did not both produce (R10)."""
+
+
+class OptionError(RoundPipeError, TypeError, ValueError):
+    """An option does not exist, or its value is not one it takes."""
+
+
+@dataclass(frozen=True)
+class Flip:
+    """One saved item, or one output, that a plain recompute would have made differently.
+
+    ``rows`` of ``total`` rows (first axis) differ, the first of them at index ``first``. An item
+    whose shape or type changed has all its rows counted and ``first`` 0.
+    """
+
+    layer: str
+    item: str
+    rows: int
+    total: int
+    first: int
+
+    def __str__(self) -> str:
+        return f"layer {self.layer!r}, {self.item}: {self.rows} of {self.total} rows flipped, first row {self.first}"
+
+
+class VerifyError(RoundPipeError, RuntimeError):
+    """``verify="raise"``: a plain recompute would not have repeated the forward.
+
+    ``flips`` lists what differed, one :class:`Flip` an item.
+    """
+
+    def __init__(self, text: str, flips: tuple[Flip, ...] = ()) -> None:
+        super().__init__(text)
+        self.flips = flips
+
+
+class VerifyWarning(UserWarning):
+    """``verify="warn"``: as :class:`VerifyError`, without stopping backward."""
+
+    def __init__(self, text: str, flips: tuple[Flip, ...] = ()) -> None:
+        super().__init__(text)
+        self.flips = flips
+
+
+def message(headline: str, facts: Iterable[tuple[str, str]], way_out: str) -> str:
+    """An error text: what went wrong, what is known, what to do."""
+    lines = [headline, *(f"  {name}: {fact}" for name, fact in facts), f"  way out: {way_out}"]
+    return "\n".join(lines)

@@ -1,0 +1,372 @@
+"""Phases, and the run that this thread is in (R1, R8, R11).
+
+A *run* is one execution of a region's code: the forward, or a recompute of it. `thread.run` is the
+innermost one on this thread. Whoever starts a run does it by hand::
+
+    before = thread.run
+    thread.run = run
+    try:
+        ...
+    finally:
+        thread.run = before
+
+and not through a context manager: between these statements Python delivers no signal, so that a keyboard
+interrupt cannot leave the phase behind (R11).
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Literal, ParamSpec, TypeVar
+
+from ._backend import outside_saves, without_gradient
+from ._errors import Flip, OptionError, PhaseError, SlotError, message
+from ._slots import Entry, Key, Place, Slot, label_of, where
+
+__all__ = [
+    "Phase",
+    "Run",
+    "doing_recompute",
+    "get_recompute_data",
+    "layer_scope",
+    "open_slot",
+    "recompute_once",
+    "save_for_recompute",
+    "thread",
+]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Phase(enum.Enum):
+    """What a run of a region is for."""
+
+    FORWARD = "forward"  # decides, and saves
+    RECOMPUTE = "recompute"  # reads
+    AUDIT = "audit"  # decides again, and compares (verify)
+    OFF = "off"  # inside a decision that is saved as a whole: nothing is saved in there
+
+
+class Run:
+    """One execution of a region. Frontends derive from it."""
+
+    __slots__ = ("_counts", "_seen", "_uncertain", "flips", "phase", "scope", "slot")
+
+    def __init__(self, phase: Phase, slot: Slot) -> None:
+        self.phase = phase
+        self.slot = slot
+        self.scope: tuple[str, ...] = ()
+        self.flips: list[Flip] = []  # found by an audit
+        self._counts: dict[Any, int] = {}  # how often each scope, inner region and once-call was met
+        self._seen: set[Key] = set()  # entries read by this run
+        self._uncertain: set[Any] = set()
+
+    # What a frontend may know better
+
+    def consulted(self) -> None:
+        """The layer learned which phase it is in: from here on the phases may differ."""
+
+    def state(self) -> Any:
+        """The state of whatever later code draws from, right after a save (R7)."""
+
+    def restore_state(self, state: Any) -> None:
+        """Continue from what `state` gave in the forward (R7)."""
+
+    def arguments(self, values: T) -> T:
+        """What `recompute_once` hands to the function: `values`, or the same without gradient."""
+        return values
+
+    def without_gradient(self, function: Callable[[], T]) -> T:
+        """`function` cut off from differentiation."""
+        result: T = without_gradient(function)
+        return result
+
+    # What the public functions do
+
+    def save(self, data: tuple[Any, ...], name: str | None, place: Place) -> tuple[Any, ...]:
+        key = (self.scope, name)
+        if self.phase is Phase.FORWARD:
+            self._written(self.slot.write(key, data, place))
+            return data
+        if self.phase is Phase.RECOMPUTE:
+            saved: tuple[Any, ...] = self._read(key, place)
+            return saved
+        self.flips += self.slot.read(key, place).differences(self.slot.label, key, data)
+        return data
+
+    def get(self, name: str | None, place: Place) -> tuple[Any, ...]:
+        if self.phase is not Phase.RECOMPUTE:
+            raise _not_recomputing(place, self.slot.label)
+        data: tuple[Any, ...] = self._read((self.scope, name), place)
+        return data
+
+    def once(self, function: Callable[[], T], called: Any, place: Place) -> T:
+        name = f"recompute_once({label_of(called)})"
+        count = self.count((self.scope, name))
+        key = (self.scope, name if count == 0 else f"{name} #{count}")
+        if self.phase is Phase.RECOMPUTE:
+            saved: T = self._read(key, place)
+            return saved
+        value = self._decide(function)
+        if self.phase is Phase.FORWARD:
+            self._written(self.slot.write(key, value, place))
+        else:
+            self.flips += self.slot.read(key, place).differences(self.slot.label, key, value)
+        return value
+
+    def child(self, label: Any) -> Slot:
+        """The slot of a region that starts inside this run: new in forward, the forward's later (R8)."""
+        key = (self.scope, label_of(label))
+        count = self.count(key)
+        if self.phase is Phase.FORWARD:
+            slot = Slot(label)
+            self.slot.children.setdefault(key, []).append(slot)
+            return slot
+        known = self.slot.children.get(key, ())
+        return known[count] if count < len(known) else Slot(label, orphan=True)
+
+    def count(self, key: tuple[Any, ...]) -> int:
+        """How often this run met `key` before."""
+        if key in self._uncertain:
+            name = key[-1]
+            raise SlotError(
+                message(
+                    f"layer {self.slot.label!r}: {name!r} runs before and after a save that the recompute read "
+                    "at another point, so which of the forward's decisions belongs here cannot be told.",
+                    [],
+                    "give the calls different labels, wrap them in layer_scope, or read the data where it was saved.",
+                )
+            )
+        count = self._counts.get(key, 0)
+        self._counts[key] = count + 1
+        return count
+
+    def _written(self, entry: Entry) -> None:
+        entry.state = self.state()
+        entry.counts = self._counts.copy()
+        self.consulted()
+
+    def _read(self, key: Key, place: Place) -> Any:
+        entry = self.slot.read(key, place)
+        if key not in self._seen:
+            self._seen.add(key)
+            self.restore_state(entry.state)
+            self.consulted()
+            if entry.counts != self._counts:  # the forward met something before this point that this run skipped
+                self._uncertain |= {k for k, n in entry.counts.items() if n > self._counts.get(k, 0)}
+        return entry.restore()
+
+    def _decide(self, function: Callable[[], T]) -> T:
+        before = thread.run
+        thread.run = _OFF
+        try:
+            return self.without_gradient(function)
+        finally:
+            thread.run = before
+
+
+class _Thread(threading.local):
+    run: Run | None = None
+
+
+thread = _Thread()
+_OFF = Run(Phase.OFF, Slot("a decision"))
+
+
+def open_slot(label: Any) -> tuple[Phase, Slot]:
+    """The phase and the slot of a region that starts here: those of the run around it, if there is one (R8)."""
+    outer = thread.run
+    if outer is None or outer.phase is Phase.OFF:
+        return Phase.FORWARD, Slot(label)
+    return outer.phase, outer.child(label)
+
+
+def save_for_recompute(*data: Any, name: str | None = None) -> tuple[Any, ...]:
+    """Keep a decision of this layer for its recompute.
+
+    In the forward of a checkpointed layer, stores `data` and returns it. In the recompute, stores nothing and
+    returns **the stored data**, so that one line serves both phases:
+
+    >>> from roundpipe_core import save_for_recompute
+    >>> save_for_recompute("expert", 3)  # outside a checkpointed layer: gives back its arguments
+    ('expert', 3)
+
+    Args:
+        *data: any values: arrays, numpy arrays, numbers, strings, None, and tuples, lists, dicts, dataclasses of
+            them. Arrays and containers are copied; objects of other types are kept by reference. No array may
+            carry gradient.
+        name: under which to read it. A layer saves once without a name and once per name.
+
+    Returns:
+        `data` as a tuple; in the recompute the tuple that the forward stored.
+
+    Raises:
+        SlotError: a second save under the same name, or, in the recompute, nothing stored by the forward.
+        GradientError: an array in `data` carries gradient.
+        OptionError: `name` is not a string.
+
+    Implements R2, R4, R5, R6. Outside a region, or with gradients off, nothing is stored.
+    """
+    _check_name(name, "save_for_recompute")
+    run = thread.run
+    if run is None:
+        for hand_over in outside_saves:
+            data = hand_over(data)
+        return data
+    if run.phase is Phase.OFF:
+        return data
+    return run.save(data, name, _caller())
+
+
+def doing_recompute() -> bool:
+    """Whether the innermost checkpointed layer is being recomputed, on this thread.
+
+    >>> from roundpipe_core import doing_recompute
+    >>> doing_recompute()
+    False
+
+    False in forward, outside any region, in evaluation and on other threads. Implements R1.
+    """
+    run = thread.run
+    if run is None:
+        return False
+    run.consulted()
+    return run.phase is Phase.RECOMPUTE
+
+
+def get_recompute_data(name: str | None = None) -> tuple[Any, ...]:
+    """What this layer's forward saved, as a tuple. Only in a recompute.
+
+    >>> from roundpipe_core import PhaseError, get_recompute_data
+    >>> try:
+    ...     get_recompute_data()
+    ... except PhaseError as error:
+    ...     print(str(error).splitlines()[0])
+    get_recompute_data() was called outside a recompute.
+
+    Args:
+        name: the `name` the data was saved under, if it had one.
+
+    Returns:
+        A tuple, also for a single value; new arrays and containers each time, so changing them spoils nothing.
+
+    Raises:
+        PhaseError: not in a recompute (also an `AssertionError`).
+        SlotError: the forward saved nothing here, or nothing under this name.
+        OptionError: `name` is not a string.
+
+    Implements R3 and R7.
+    """
+    _check_name(name, "get_recompute_data")
+    run = thread.run
+    if run is None:
+        raise _not_recomputing(_caller(), None)
+    return run.get(name, _caller())
+
+
+def recompute_once(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call `function` in forward only; the recompute gets what it returned then.
+
+    >>> from roundpipe_core import recompute_once
+    >>> recompute_once(sorted, [3, 1, 2])
+    [1, 2, 3]
+
+    `function` runs without gradient, in any phase and outside regions too. It may be called any number of times in a
+    layer. What it saves or asks inside concerns nobody: its result is the decision.
+
+    Args:
+        function: makes a decision: a routing, a `nonzero`, a host-side plan.
+        *args: handed to `function`, as is `kwargs`.
+
+    Returns:
+        What `function` returned, in the recompute a copy of it.
+
+    Raises:
+        SlotError: the recompute calls it at a place where the forward did not.
+
+    Implements R4 and R8.
+    """
+    run = thread.run
+    if run is None or run.phase is Phase.OFF:
+        result: T = without_gradient(lambda: function(*args, **kwargs))
+        return result
+    args, kwargs = run.arguments((args, kwargs))
+    return run.once(lambda: function(*args, **kwargs), function, _caller())
+
+
+class layer_scope:  # noqa: N801 - used like a function
+    """Marks a part of a region as a layer of its own, with its own slots (R4).
+
+    >>> from roundpipe_core import layer_scope
+    >>> with layer_scope("attention"):
+    ...     pass
+
+    Each scope has one unnamed save and one per name. Opened again under the same name it is another layer.
+
+    Args:
+        name: what messages and reports call it.
+
+    Raises:
+        OptionError: `name` is not a string.
+    """
+
+    __slots__ = ("_name", "_open")
+
+    def __init__(self, name: str) -> None:
+        if not isinstance(name, str):
+            raise OptionError(
+                message(
+                    f"layer_scope takes a name, not {name!r}.",
+                    [("called at", where(_caller()))],
+                    'pass a string: `with layer_scope("attention"):`.',
+                )
+            )
+        self._name = name
+        self._open: list[tuple[Run | None, tuple[str, ...]]] = []
+
+    def __enter__(self) -> None:
+        run = thread.run
+        if run is None or run.phase is Phase.OFF:
+            self._open.append((None, ()))
+            return
+        self._open.append((run, run.scope))
+        count = run.count((*run.scope, self._name))
+        run.scope = (*run.scope, self._name if count == 0 else f"{self._name} #{count}")
+
+    def __exit__(self, *exc: object) -> Literal[False]:
+        run, scope = self._open.pop()
+        if run is not None:
+            run.scope = scope
+        return False
+
+
+def _check_name(name: object, function: str) -> None:
+    if name is not None and not isinstance(name, str):
+        raise OptionError(
+            message(
+                f"{function}: name must be a string, not {name!r}.",
+                [("called at", where(_caller(2)))],
+                'name the slot by a string, as in name="mask".',
+            )
+        )
+
+
+def _not_recomputing(place: Place, layer: str | None) -> PhaseError:
+    inside = [] if layer is None else [("layer", repr(layer))]
+    return PhaseError(
+        message(
+            f"get_recompute_data() was called {'in the forward' if layer else 'outside a recompute'}.",
+            [*inside, ("called at", where(place))],
+            "call it only where doing_recompute() is True, or use "
+            "`data = save_for_recompute(data)`, which works in both phases.",
+        )
+    )
+
+
+def _caller(depth: int = 1) -> Place:
+    frame = sys._getframe(depth + 1)
+    return frame.f_code.co_filename, frame.f_lineno

@@ -1,0 +1,175 @@
+"""Slots: what one call of a region decided (R2-R4, R6, R9).
+
+A slot is written once, by the forward, and read by every recompute. It belongs to whoever runs the region
+(its autograd graph in torch, its trace in JAX) and dies with it; nothing here keeps a list of slots.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from ._backend import Backend, backend_of, compare, expand, nbytes
+from ._errors import Flip, GradientError, SlotError, message
+from ._trees import Spec, flatten, paths, unflatten
+
+__all__ = ["Entry", "Key", "Place", "Slot", "label_of", "spoken", "where"]
+
+Key = tuple[tuple[str, ...], str | None]
+"""The scopes that were open, outermost first, and the name (None: the unnamed save)."""
+
+Place = tuple[str, int]
+"""A file and a line of the user's code."""
+
+
+class Entry:
+    """The data of one save, with the place it was made and the frontend's state right after it (R7)."""
+
+    __slots__ = ("backends", "counts", "leaves", "place", "spec", "state")
+
+    def __init__(self, layer: str, key: Key, data: Any, place: Place) -> None:
+        leaves: list[Any] = []
+        try:
+            self.spec: Spec = flatten(data, leaves, expand)
+        except RecursionError:
+            raise SlotError(
+                message(
+                    f"layer {layer!r}, {spoken(key)}: the data contains itself.",
+                    [("saved at", where(place))],
+                    "save the parts that the recompute needs, not the object that links them.",
+                )
+            ) from None
+        self.place = place
+        self.backends: list[Backend | None] = [backend_of(leaf) for leaf in leaves]
+        self._refuse_gradient(layer, key, leaves)
+        self.leaves: list[Any] = [
+            leaf if backend is None else backend.snapshot(leaf)
+            for backend, leaf in zip(self.backends, leaves, strict=True)
+        ]
+        self.state: Any = None
+        self.counts: dict[Any, int] = {}
+
+    def restore(self) -> Any:
+        """The data, in new containers around new arrays (R6)."""
+        return unflatten(
+            self.spec,
+            (
+                stored if backend is None else backend.restore(stored)
+                for backend, stored in zip(self.backends, self.leaves, strict=True)
+            ),
+        )
+
+    def nbytes(self) -> int:
+        """Bytes of the arrays kept."""
+        return sum(map(nbytes, self.backends, self.leaves))
+
+    def differences(self, layer: str, key: Key, data: Any) -> Iterator[Flip]:
+        """What `data`, decided again, has otherwise than this entry."""
+        leaves: list[Any] = []
+        flatten(data, leaves, expand)
+        names = list(paths(self.spec))
+        if len(leaves) != len(names):
+            yield Flip(layer, f"{spoken(key)}: {len(names)} values, now {len(leaves)}", 1, 1, 0)
+            return
+        for name, backend, stored, leaf in zip(names, self.backends, self.leaves, leaves, strict=True):
+            flip = compare(layer, f"{spoken(key)}, item {name}", backend, stored, leaf)
+            if flip:
+                yield flip
+
+    def _refuse_gradient(self, layer: str, key: Key, leaves: list[Any]) -> None:  # R5
+        for n, (backend, leaf) in enumerate(zip(self.backends, leaves, strict=True)):
+            fault = backend and backend.gradient_fault(leaf)
+            if fault:
+                raise GradientError(
+                    message(
+                        f"layer {layer!r}, {spoken(key)}: data{list(paths(self.spec))[n]} {fault[0]}; "
+                        "a slot would cut its gradient.",
+                        [("saved at", where(self.place))],
+                        fault[1],
+                    )
+                )
+
+
+class Slot:
+    """The decisions of one call of a region, and the slots of the regions inside it (R8)."""
+
+    __slots__ = ("__weakref__", "_label", "children", "entries", "orphan")
+
+    def __init__(self, label: Any, orphan: bool = False) -> None:
+        self._label = label
+        self.orphan = orphan
+        self.entries: dict[Key, Entry] = {}
+        self.children: dict[Any, list[Slot]] = {}
+
+    @property
+    def label(self) -> str:
+        """The layer's name, for messages and reports."""
+        return label_of(self._label)
+
+    def write(self, key: Key, data: Any, place: Place) -> Entry:
+        """Store `data`. A second time under the same key is an error (R4)."""
+        before = self.entries.get(key)
+        if before is not None:
+            raise SlotError(
+                message(
+                    f"layer {self.label!r}, {spoken(key)}: saved twice in one forward.",
+                    [("first", where(before.place)), ("again", where(place))],
+                    "save everything in one call, give each save its own name="
+                    ', or mark the parts of the layer by `with layer_scope("..."):`.',
+                )
+            )
+        entry = self.entries[key] = Entry(self.label, key, data, place)
+        return entry
+
+    def read(self, key: Key, place: Place) -> Entry:
+        """The entry under `key`; an error that names the layer if the forward saved none (R3)."""
+        entry = self.entries.get(key)
+        if entry is None:
+            held = [(f"saved {spoken(known)}", where(kept.place)) for known, kept in self.entries.items()]
+            reason = (
+                "this region was not run by the forward, only by the recompute."
+                if self.orphan
+                else "the forward saved nothing there."
+            )
+            raise SlotError(
+                message(
+                    f"layer {self.label!r}, {spoken(key)}: {reason}",
+                    [("asked for at", where(place)), *held],
+                    "call save_for_recompute in the forward branch, under the same name and in the same scope.",
+                )
+            )
+        return entry
+
+    def nbytes(self) -> int:
+        """Bytes of all arrays kept, inner regions included (R12)."""
+        own = sum(entry.nbytes() for entry in self.entries.values())
+        return own + sum(slot.nbytes() for slots in self.children.values() for slot in slots)
+
+
+def spoken(key: Key) -> str:
+    """A key in words: ``slot 'mask' in scope 'attention'``."""
+    scope, name = key
+    slot = "the unnamed slot" if name is None else f"slot {name!r}"
+    return f"{slot} in scope {'/'.join(scope)!r}" if scope else slot
+
+
+def where(place: Place) -> str:
+    """A place as editors open it."""
+    return f"{place[0]}:{place[1]}"
+
+
+def label_of(target: Any) -> str:
+    """What to call a layer: its given label, its class, or its function with the place it stands."""
+    if isinstance(target, str):
+        return target
+    if isinstance(target, functools.partial):
+        return label_of(target.func)
+    if isinstance(target, types.MethodType):
+        owner = type(target.__self__).__qualname__
+        return owner if target.__name__ in ("forward", "__call__") else f"{owner}.{target.__name__}"
+    code = getattr(target, "__code__", None)
+    if code is not None:
+        return f"{target.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
+    return str(getattr(target, "__qualname__", None) or type(target).__qualname__)

@@ -1,0 +1,152 @@
+"""Taking containers apart and building them again (R2, R6).
+
+A value is a tree of containers (tuples, lists, dicts, sets, deques, named tuples, dataclasses and what a
+frontend registers) whose leaves are everything else. `flatten` gives the leaves and a spec;
+`unflatten` makes new containers of the same types around new leaves, so that nothing a caller does to
+the old containers shows in the new ones.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+__all__ = ["LEAF", "Expand", "Node", "Spec", "flatten", "paths", "unflatten"]
+
+Expand = Callable[[Any], "tuple[Sequence[Any], Callable[[list[Any]], Any]] | None"]
+"""Opens a container that only a frontend knows: its children and how to build it again, or None."""
+
+
+class Node:
+    """A container without its leaves. `kind` is its type."""
+
+    __slots__ = ("build", "children", "keys", "kind")
+
+    def __init__(
+        self, kind: type, build: Callable[[list[Any]], Any], children: tuple[Spec, ...], keys: Sequence[str]
+    ) -> None:
+        self.kind, self.build, self.children, self.keys = kind, build, children, keys
+
+
+class _Leaf:
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "LEAF"
+
+
+LEAF = _Leaf()
+Spec = Node | _Leaf
+
+_ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None)})
+
+
+def flatten(value: Any, leaves: list[Any], expand: Expand | None = None) -> Spec:
+    """Append the leaves of `value` to `leaves`, in order, and return its spec."""
+    if type(value) in _ATOMS:
+        leaves.append(value)
+        return LEAF
+    opened = _open(value, expand)
+    if opened is None:
+        leaves.append(value)
+        return LEAF
+    children, build, keys = opened
+    return Node(type(value), build, tuple(flatten(child, leaves, expand) for child in children), keys)
+
+
+def unflatten(spec: Spec, leaves: Iterator[Any]) -> Any:
+    """Build the value of `spec` around the next leaves."""
+    if isinstance(spec, Node):
+        return spec.build([unflatten(child, leaves) for child in spec.children])
+    return next(leaves)
+
+
+def paths(spec: Spec, at: str = "") -> Iterator[str]:
+    """Where each leaf sits, as an index expression: ``[0]['idx']``."""
+    if isinstance(spec, Node):
+        for key, child in zip(spec.keys, spec.children, strict=True):
+            yield from paths(child, at + key)
+    else:
+        yield at
+
+
+_Opened = tuple[Sequence[Any], Callable[[list[Any]], Any], Sequence[str]]
+
+
+def _open(value: Any, expand: Expand | None) -> _Opened | None:
+    kind = type(value)
+    if kind is tuple:
+        return value, tuple, _indices(value)
+    if kind is list:
+        return value, _same, _indices(value)
+    if isinstance(value, dict):
+        return _open_dict(value)
+    if isinstance(value, tuple):
+        make = getattr(kind, "_make", None) or kind
+        return value, make, _indices(value)
+    if isinstance(value, list):
+        return value, _refill_list(value), _indices(value)
+    if isinstance(value, (set, frozenset)):
+        return list(value), kind, [f"{{{n}}}" for n in range(len(value))]
+    if isinstance(value, collections.deque):
+        return list(value), lambda items: kind(items, value.maxlen), _indices(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _open_dataclass(value)
+    opened = expand(value) if expand else None
+    return opened and (opened[0], opened[1], _indices(opened[0]))
+
+
+def _same(items: list[Any]) -> list[Any]:
+    return items
+
+
+def _indices(value: Sequence[Any] | collections.deque[Any]) -> list[str]:
+    return [f"[{n}]" for n in range(len(value))]
+
+
+def _open_dict(value: dict[Any, Any]) -> _Opened:
+    keys = list(value)
+    names = [f"[{key!r}]" for key in keys]
+    if type(value) is dict:
+        return list(value.values()), lambda items: dict(zip(keys, items, strict=True)), names
+    shell = copy.copy(value)  # keeps the default factory, the order and the attributes of its class
+    for key in keys:
+        shell[key] = None  # but none of the leaves
+
+    def refill(items: list[Any]) -> Any:
+        new = copy.copy(shell)
+        for key, item in zip(keys, items, strict=True):
+            new[key] = item
+        return new
+
+    return list(value.values()), refill, names
+
+
+def _refill_list(value: list[Any]) -> Callable[[list[Any]], Any]:
+    shell = copy.copy(value)
+    shell.clear()
+
+    def refill(items: list[Any]) -> Any:
+        new = copy.copy(shell)
+        new[:] = items
+        return new
+
+    return refill
+
+
+def _open_dataclass(value: Any) -> _Opened:
+    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    shell = copy.copy(value)
+    for name in names:
+        object.__setattr__(shell, name, None)
+
+    def refill(items: list[Any]) -> Any:
+        new = copy.copy(shell)
+        for name, item in zip(names, items, strict=True):
+            object.__setattr__(new, name, item)  # frozen ones too
+        return new
+
+    return [getattr(value, name) for name in names], refill, [f".{name}" for name in names]

@@ -1,0 +1,69 @@
+"""JAX arrays, as the core sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._runs import stop_gradients
+
+__all__ = ["JaxArrays", "aval_bytes"]
+
+
+class JaxArrays:
+    """JAX arrays and tracers. They cannot be changed in place, so that a slot keeps them as they are (R6)."""
+
+    name = "jax"
+
+    def owns(self, value: Any) -> bool:
+        return isinstance(value, jax.Array)
+
+    def expand(self, value: Any) -> tuple[Sequence[Any], Callable[[list[Any]], Any]] | None:
+        tree = jax.tree.structure(value, is_leaf=lambda part: part is not value)
+        if jax.tree_util.treedef_is_leaf(tree):
+            return None
+        return tree.flatten_up_to(value), tree.unflatten
+
+    def gradient_fault(self, array: Any) -> None:
+        return None  # told exactly, and maybe later, by the probe that a run puts on saved values
+
+    def snapshot(self, array: Any) -> Any:
+        return array
+
+    def restore(self, stored: Any) -> Any:
+        return stored
+
+    def nbytes(self, stored: Any) -> int:
+        return aval_bytes(stored)
+
+    def rows_differing(self, stored: Any, array: Any) -> tuple[int, int, int] | None:
+        rows = stored.shape[0] if stored.ndim else 1
+        if stored.shape != array.shape or stored.dtype != array.dtype:
+            return rows, rows, 0
+        one, other = _as_numpy(stored), _as_numpy(array)
+        differs = (one != other) & ~((one != one) & (other != other))
+        flags = differs.reshape(max(rows, 1) if stored.ndim else 1, -1).any(axis=1) if differs.size else differs
+        return (int(flags.sum()), rows, int(flags.argmax())) if flags.any() else None
+
+    def without_gradient(self, function: Callable[[], Any]) -> Any:
+        return stop_gradients(function())
+
+
+def _as_numpy(array: Any) -> Any:
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    if isinstance(array, jax.core.Tracer):
+        array = array.to_concrete_value()
+    return np.asarray(array)
+
+
+def aval_bytes(array: Any) -> int:
+    """Bytes of an array, a tracer or a `jax.ShapeDtypeStruct`."""
+    size = int(np.prod(array.shape))
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return size * aval_bytes(jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), array.dtype)))
+    return size * int(np.dtype(array.dtype).itemsize)

@@ -1,0 +1,160 @@
+"""Separating arrays from everything else: in arguments, in outputs, in slots.
+
+Arrays travel through JAX. Everything else (flags, strings, functions, None, the shape of containers, places in
+the user's code) is static: it stays in Python objects that ride along in the structure of a pytree, so that two
+forwards before one backward cannot mix them.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from roundpipe_core._slots import Entry, Slot
+from roundpipe_core._trees import Node, Spec, paths
+
+__all__ = ["Held", "Split", "Template", "is_array", "signature", "split", "token"]
+
+
+@jax.tree_util.register_pytree_node_class
+class Held:
+    """Any Python object as a part of a pytree's structure. Two are equal if they hold the same object."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def tree_flatten(self) -> tuple[tuple[()], Held]:
+        return (), self
+
+    @classmethod
+    def tree_unflatten(cls, aux: Held, children: Sequence[Any]) -> Held:
+        return aux
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether `leaf` is what JAX computes with. Python scalars are not: a layer may branch on them."""
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.Ref)) or hasattr(leaf, "__jax_array__")
+
+
+class Split:
+    """The structure of a pytree whose arrays were taken out."""
+
+    __slots__ = ("array", "rest", "tree")
+
+    def __init__(self, tree: Any, array: Sequence[bool], rest: Sequence[Any]) -> None:
+        self.tree, self.array, self.rest = tree, array, rest
+
+    def join(self, arrays: Sequence[Any]) -> Any:
+        """The pytree again, around other arrays."""
+        given, rest = iter(arrays), iter(self.rest)
+        return self.tree.unflatten([next(given) if array else next(rest) for array in self.array])
+
+    def key(self) -> Hashable:
+        """Equal for splits that a function cannot tell apart; None if that cannot be known."""
+        tokens = [token(leaf) for leaf in self.rest]
+        return None if None in tokens else (self.tree, tuple(self.array), tuple(tokens))
+
+
+def split(value: Any, static: Sequence[bool] | None = None) -> tuple[list[Any], Split]:
+    """The arrays in the pytree `value`, and its structure. `static` marks leaves to leave where they are."""
+    leaves, tree = jax.tree.flatten(value)
+    array = [is_array(leaf) for leaf in leaves]
+    if static is not None:
+        array = [one and not kept for one, kept in zip(array, static, strict=True)]
+    arrays = [leaf for leaf, one in zip(leaves, array, strict=True) if one]
+    return arrays, Split(tree, array, [leaf for leaf, one in zip(leaves, array, strict=True) if not one])
+
+
+_ATOMS = (int, float, complex, str, bytes, type, np.dtype, types.BuiltinFunctionType)
+
+
+def token(leaf: Any) -> Hashable:
+    """A key for a static value that cannot change behind our back; None for any other."""
+    if isinstance(leaf, _ATOMS) or leaf is None or leaf is Ellipsis:
+        return type(leaf), leaf, str(leaf) if isinstance(leaf, float) else None  # -0.0 is not 0.0
+    if isinstance(leaf, types.FunctionType) and not leaf.__closure__:
+        return leaf
+    return None
+
+
+class Template:
+    """A slot, and those of the regions in it, without their arrays."""
+
+    __slots__ = ("children", "entries", "label", "size")
+
+    def __init__(self, slot: Slot, arrays: list[Any]) -> None:
+        first = len(arrays)
+        self.label = slot.label
+        self.entries: list[tuple[Any, Entry, list[bool]]] = []
+        for key, entry in slot.entries.items():
+            mask = [backend is not None and backend.name == "jax" for backend in entry.backends]
+            arrays += [leaf for leaf, one in zip(entry.leaves, mask, strict=True) if one]
+            self.entries.append((key, _with_leaves(entry, mask, None), mask))
+        self.children = {
+            key: [Template(child, arrays) for child in children] for key, children in slot.children.items()
+        }
+        self.size = len(arrays) - first
+
+    def fill(self, slot: Slot, arrays: Sequence[Any]) -> Slot:
+        """Put the entries into `slot`, around `arrays`."""
+        self._fill(slot, iter(arrays))
+        return slot
+
+    def _fill(self, slot: Slot, arrays: Any) -> None:
+        for key, entry, mask in self.entries:
+            slot.entries[key] = _with_leaves(entry, mask, arrays)
+        for key, children in self.children.items():
+            slots = slot.children.setdefault(key, [])
+            for child in children:
+                slots.append(Slot(child.label))
+                child._fill(slots[-1], arrays)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was saved, not even in an inner region."""
+        return not self.entries and all(child.empty for group in self.children.values() for child in group)
+
+    def key(self) -> Hashable:
+        """Equal for slots that a recompute cannot tell apart; None if that cannot be known."""
+        parts: list[Hashable] = []
+        for key, entry, mask in self.entries:
+            shape = signature(entry.spec)
+            rest = [token(leaf) for leaf, one in zip(entry.leaves, mask, strict=True) if not one]
+            if shape is None or None in rest:
+                return None
+            parts.append((key, shape, tuple(mask), tuple(rest), _counts(entry)))
+        for at, group in self.children.items():
+            inner = [child.key() for child in group]
+            if None in inner:
+                return None
+            parts.append((at, tuple(inner)))
+        return tuple(parts)
+
+
+def _counts(entry: Entry) -> Hashable:
+    return tuple(entry.counts.items())
+
+
+def _with_leaves(entry: Entry, mask: Sequence[bool], arrays: Any) -> Entry:
+    new = copy.copy(entry)
+    new.leaves = [
+        (next(arrays) if arrays is not None else None) if one else leaf
+        for leaf, one in zip(entry.leaves, mask, strict=True)
+    ]
+    return new
+
+
+def signature(spec: Spec) -> Hashable:
+    """A key for the containers of a saved value; None where they may hold more than their items."""
+    if not isinstance(spec, Node):
+        return "leaf"
+    plain = spec.kind in (tuple, list, dict, set, frozenset) or hasattr(spec.kind, "_fields")
+    inner = [signature(child) for child in spec.children]
+    if not plain or None in inner:
+        return None
+    return spec.kind, tuple(inner), tuple(paths(spec))

@@ -1,0 +1,195 @@
+"""A run of a region in JAX: which trace it lives in, and what a save does there.
+
+A value saved while a layer is traced is a tracer, and a tracer is good only in the trace that made it. A run
+therefore knows its *home*, the trace the region was called in. Saving at home fills the slot. Saving inside an
+inner trace (a scan body, a branch of a cond, a jitted function) raises `NeedsTags`, and the region starts over in
+a form where a save is a named value of the program and not an entry in a Python slot.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import get_opaque_trace_state
+
+from roundpipe_core._backend import expand
+from roundpipe_core._errors import GradientError, message
+from roundpipe_core._phase import Phase, Run, thread
+from roundpipe_core._slots import Key, Place, Slot, spoken, where
+from roundpipe_core._trees import Spec, flatten, paths, unflatten
+
+__all__ = ["SAVED", "JaxRun", "NeedsFreshTraces", "NeedsTags", "execute", "is_abstract", "saved_outside"]
+
+T = TypeVar("T")
+
+SAVED = "roundpipe_saved"
+"""The name that saved values carry in a program, see `jax.ad_checkpoint.checkpoint_name`."""
+
+# Part of the key of every cache of traces that JAX has: a jitted function inside a layer is traced once per phase.
+_traced_for = jax.make_user_context(None)
+
+
+class NeedsTags(BaseException):
+    """A save inside an inner trace: the region has to be traced once, with tagged values."""
+
+
+class NeedsFreshTraces(BaseException):
+    """The phase or the slot was asked for inside an inner trace, which no other run may then reuse."""
+
+
+class JaxRun(Run):
+    """One execution of a region's Python code in JAX."""
+
+    __slots__ = ("asked", "fresh", "home", "tags")
+
+    def __init__(
+        self, phase: Phase, slot: Slot, *, home: Any = None, fresh: bool = False, tags: bool = False
+    ) -> None:
+        super().__init__(phase, slot)
+        self.home = get_opaque_trace_state() if home is None else home
+        self.fresh = fresh or tags
+        self.tags = tags
+        self.asked = False  # whether the layer knows its phase: then its phases may differ
+
+    def consulted(self) -> None:
+        self.asked = True
+        # An inner function that was traced knowing the phase is cached by JAX. What it learned, or the tracers
+        # it closed over, must not reach another region.
+        if not self.fresh and get_opaque_trace_state() != self.home:
+            raise NeedsFreshTraces
+
+    def save(self, data: tuple[Any, ...], name: str | None, place: Place) -> tuple[Any, ...]:
+        if self.phase is Phase.FORWARD:
+            data = self._prepared(data, (self.scope, name), place)
+        return super().save(data, name, place)
+
+    def get(self, name: str | None, place: Place) -> tuple[Any, ...]:
+        if self.phase is Phase.RECOMPUTE:
+            self.consulted()
+        return super().get(name, place)
+
+    def arguments(self, values: T) -> T:
+        return stop_gradients(values)
+
+    def _decide(self, function: Callable[[], T]) -> T:
+        with _traced_for(Phase.OFF):
+            value = super()._decide(function)
+        if self.phase is not Phase.FORWARD:
+            return value
+        return self._prepared(value, (self.scope, None), None)
+
+    def _prepared(self, data: Any, key: Key, place: Place | None) -> Any:
+        """`data` as the layer shall see it after the save: probed for tangents, and tagged where tags are used."""
+        leaves: list[Any] = []
+        try:
+            spec = flatten(data, leaves, expand)
+        except RecursionError:
+            return data  # the core has the words for it
+        tracers = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)]
+        if not tracers:
+            return data
+        away = get_opaque_trace_state() != self.home
+        if away and not self.tags:
+            raise NeedsTags
+        if away and place is not None:
+            self._forget_earlier_trace(key, place)
+        for n in tracers:
+            if place is not None and jnp.issubdtype(leaves[n].dtype, jnp.inexact):
+                leaves[n] = _probe(_Fault(self.slot, key, spec, n, place), leaves[n])
+            if self.tags:
+                leaves[n] = checkpoint_name(leaves[n], SAVED)
+        return unflatten(spec, iter(leaves))
+
+    def _forget_earlier_trace(self, key: Key, place: Place) -> None:
+        # JAX may trace one scan body twice, to settle the types of its carry. That is not a second save (R4).
+        before = self.slot.entries.get(key)
+        if before is not None and before.place == place:
+            del self.slot.entries[key]
+
+
+def execute(run: JaxRun, call: Callable[[], T]) -> T:
+    """`call()` as the code of `run` (R1, R11)."""
+    with _traced_for((run.phase, object()) if run.fresh else run.phase):
+        before = thread.run
+        thread.run = run
+        try:
+            return call()
+        finally:
+            thread.run = before
+
+
+def is_abstract(value: Any) -> bool:
+    """Whether `value` is a tracer without a value that Python could look at."""
+    return isinstance(value, jax.core.Tracer) and value.to_concrete_value() is None
+
+
+def stop_gradients(values: T) -> T:
+    """`values`, any pytree, with its floating arrays cut off from differentiation."""
+    cut: T = jax.tree.map(_stopped, values)
+    return cut
+
+
+def _stopped(leaf: Any) -> Any:
+    if isinstance(leaf, jax.core.Tracer) and jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return jax.lax.stop_gradient(leaf)
+    return leaf
+
+
+def saved_outside(data: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A save outside our regions: named, so that any `jax.checkpoint` with `save_policy()` keeps it."""
+    leaves: list[Any] = []
+    try:
+        spec = flatten(data, leaves, expand)
+    except RecursionError:
+        return data
+    if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return data
+    named = (checkpoint_name(leaf, SAVED) if isinstance(leaf, jax.core.Tracer) else leaf for leaf in leaves)
+    saved: tuple[Any, ...] = unflatten(spec, named)
+    return saved
+
+
+# ------------------------------------------------------------------------------------------- R5
+
+
+class _Fault:
+    """What to say if a saved value turns out to carry a tangent, which may be long after the save."""
+
+    def __init__(self, slot: Slot, key: Key, spec: Spec, leaf: int, place: Place) -> None:
+        self.layer, self.key, self.spec, self.leaf, self.place = slot.label, key, spec, leaf, place
+
+    def error(self, value: Any) -> GradientError:
+        path = list(paths(self.spec))[self.leaf]
+        return GradientError(
+            message(
+                f"layer {self.layer!r}, {spoken(self.key)}: data{path} depends on a value that is being "
+                "differentiated; a slot would cut its gradient.",
+                [
+                    ("value", f"{value.dtype}{list(value.shape)}"),
+                    ("saved at", where(self.place)),
+                ],
+                "save jax.lax.stop_gradient(value) if it is a decision; if it is not, do not save it: "
+                "the recompute makes it again.",
+            )
+        )
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _probe(fault: _Fault, value: Any) -> Any:
+    return value
+
+
+def _probe_rule(fault: _Fault, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    if not isinstance(tangents[0], SymbolicZero):
+        raise fault.error(primals[0])
+    return _probe(fault, primals[0]), tangents[0]
+
+
+_probe.defjvp(_probe_rule, symbolic_zeros=True)
+

@@ -1,0 +1,49 @@
+"""Activation checkpointing for PyTorch that remembers its decisions."""
+
+from roundpipe_core import (
+    Flip,
+    GradientError,
+    MismatchError,
+    MutationError,
+    OptionError,
+    PhaseError,
+    RoundPipeError,
+    SlotError,
+    VerifyError,
+    VerifyWarning,
+    __version__,
+    doing_recompute,
+    get_recompute_data,
+    layer_scope,
+    recompute_once,
+    save_for_recompute,
+)
+
+from . import _backend as _backend  # makes tensors known to the core
+from ._checkpoint import checkpoint, checkpoint_sequential, recompute_contexts
+from ._errors import CheckpointMismatchError
+from ._modules import remat
+
+__all__ = [
+    "CheckpointMismatchError",
+    "Flip",
+    "GradientError",
+    "MismatchError",
+    "MutationError",
+    "OptionError",
+    "PhaseError",
+    "RoundPipeError",
+    "SlotError",
+    "VerifyError",
+    "VerifyWarning",
+    "__version__",
+    "checkpoint",
+    "checkpoint_sequential",
+    "doing_recompute",
+    "get_recompute_data",
+    "layer_scope",
+    "recompute_once",
+    "remat",
+    "save_for_recompute",
+]
+__all__ += ["recompute_contexts"]

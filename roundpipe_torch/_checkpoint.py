@@ -1,0 +1,302 @@
+"""The public functions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch.utils import checkpoint as torch_checkpoint
+
+from roundpipe_core import OptionError, layer_scope
+from roundpipe_core._errors import message
+from roundpipe_core._phase import Phase, Run, open_slot, thread
+from roundpipe_core._slots import Slot, label_of
+
+from ._frames import Frame, Options, TorchRun
+from ._reentrant import reentrant
+from ._state import Generators, generators_of
+
+__all__ = ["checkpoint", "checkpoint_sequential", "options_from", "recompute_contexts", "run_region"]
+
+_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+_PLAIN = Options()
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool | None = False,
+    context_fn: Callable[[], _Contexts] = torch_checkpoint.noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    preserve_rng_state: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Call `function` without keeping what it computes inside; backward runs it again, with the decisions it saved.
+
+    >>> import torch
+    >>> from roundpipe_torch import checkpoint, save_for_recompute
+    >>> def layer(x):
+    ...     top, = save_for_recompute(x.detach().argmax(-1, keepdim=True))
+    ...     return x.exp().gather(-1, top)
+    >>> x = torch.tensor([[1.0, 3.0], [2.0, 0.0]], requires_grad=True)
+    >>> checkpoint(layer, x).sum().backward()
+    >>> x.grad.count_nonzero().item()
+    2
+
+    Takes the place of `torch.utils.checkpoint.checkpoint` wherever that can be passed; the keywords are the same.
+
+    Args:
+        function: a function or module. Saves decisions by `save_for_recompute` and its kin.
+        *args: its arguments, as are all other keywords. Tensors in lists, tuples and dicts are treated like any others.
+        use_reentrant: True for the second engine, which runs the forward without a graph and takes the gradient from the
+            recompute's own. Any difference between the phases is then legal, but `torch.autograd.grad` and
+            `backward(inputs=...)` are not. None means False.
+        context_fn: gives two context managers, for the forward and for each recompute.
+        determinism_check: "default" compares shape, dtype and device of what is matched; "none" does not.
+        debug: error messages give the line where each tensor was saved.
+        early_stop: end the recompute when everything needed is there.
+        preserve_rng_state: let the recompute draw the random numbers of the forward, on all devices of the arguments and
+            of the module's parameters.
+
+    Returns:
+        What `function` returns.
+
+    Raises:
+        OptionError: an option has a value it does not take.
+        CheckpointMismatchError: from backward, if the phases saved different tensors (R10).
+        MutationError: from backward, if an input was changed in place after the forward.
+
+    Implements R1, R7 to R11.
+    """
+    if (
+        context_fn is torch_checkpoint.noop_context_fn
+        and determinism_check == "default"
+        and early_stop
+        and preserve_rng_state
+        and not debug
+        and _overrides() == (None, None)
+    ):
+        return run_region(function, args, kwargs, _PLAIN, bool(use_reentrant))
+    options = options_from(
+        context_fn=context_fn,
+        determinism_check=determinism_check,
+        debug=debug,
+        early_stop=early_stop,
+        preserve_rng_state=preserve_rng_state,
+    )
+    return run_region(function, args, kwargs, options, bool(use_reentrant))
+
+
+def options_from(
+    *,
+    context_fn: Callable[[], _Contexts] = torch_checkpoint.noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    preserve_rng_state: bool = True,
+    label: str | None = None,
+    verify: str = "off",
+) -> Options:
+    """Options for one call, checked, with torch's own overrides (`set_checkpoint_early_stop`, ...) applied."""
+    _one_of("determinism_check", determinism_check, ("default", "none"))
+    _one_of("verify", verify, ("off", "warn", "raise"))
+    if label is not None and not isinstance(label, str):
+        raise OptionError(
+            message(f"label must be a string, not {label!r}.", [], 'name the layer, as in label="block 3".')
+        )
+    stop, more = _overrides()
+    contexts = None if context_fn is torch_checkpoint.noop_context_fn else context_fn()
+    return Options(
+        label=label,
+        preserve_rng_state=preserve_rng_state,
+        contexts=contexts,
+        compare=determinism_check == "default",
+        early_stop=early_stop if stop is None else stop,
+        debug=debug if more is None else more,
+        verify=verify,
+    )
+
+
+def _overrides() -> tuple[bool | None, bool | None]:
+    stop: bool | None = torch_checkpoint._enable_checkpoint_early_stop
+    debug: bool | None = torch_checkpoint._checkpoint_debug_enabled
+    return stop, debug
+
+
+def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise OptionError(
+            message(
+                f"{name} must be one of {', '.join(map(repr, known))}, not {value!r}.", [], f"pass {name}={known[0]!r}."
+            )
+        )
+
+
+def run_region(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, use_reentrant: bool
+) -> Any:
+    """Run `function` as a region under `options`."""
+    outer = thread.run
+    tracked = torch.is_grad_enabled()
+    if not tracked and (outer is None or outer.phase is Phase.OFF):
+        return function(*args, **kwargs)  # R2: no backward will come
+    phase, slot = open_slot(options.label or function)
+    if not tracked or phase is Phase.AUDIT:
+        outputs = _run_untracked(function, args, kwargs, phase, slot, options)
+    elif use_reentrant:
+        outputs = reentrant(function, args, kwargs, phase, slot, options)
+    else:
+        outputs = Frame(function, args, kwargs, slot, options).forward(phase, args, kwargs)
+    if outer is not None:
+        outer.consulted()  # inside, the phases may have run different code
+    return outputs
+
+
+def _run_untracked(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase, slot: Slot, options: Options
+) -> Any:
+    """A region without a graph of its own inside one that will be recomputed (R8)."""
+    generators = (
+        Generators(generators_of(function, (*args, *kwargs.values()))) if options.preserve_rng_state else None
+    )
+    run = TorchRun(phase, slot, None, generators)
+    outer = thread.run
+    thread.run = run
+    try:
+        with contextlib.nullcontext() if options.contexts is None else options.contexts[phase is Phase.RECOMPUTE]:
+            return function(*args, **kwargs)
+    finally:
+        thread.run = outer
+        if outer is not None:
+            outer.flips += run.flips
+
+
+def checkpoint_sequential(
+    functions: torch.nn.Sequential | Sequence[Callable[..., Any]],
+    segments: int,
+    input: Any,  # noqa: A002 - torch's name
+    use_reentrant: bool | None = False,
+    *,
+    preserve_rng_state: bool = True,
+) -> Any:
+    """Run layers one after another, in `segments` checkpointed parts. Each layer has slots of its own.
+
+    >>> import torch
+    >>> from roundpipe_torch import checkpoint_sequential
+    >>> layers = [torch.nn.Linear(4, 4) for _ in range(6)]
+    >>> checkpoint_sequential(layers, 3, torch.ones(2, 4)).shape
+    torch.Size([2, 4])
+
+    Args:
+        functions: a `torch.nn.Sequential`, or functions and modules of one argument.
+        segments: number of parts, 1 to `len(functions)`. As in torch the last one is not checkpointed.
+        input: what the first layer gets.
+        use_reentrant: see `checkpoint`.
+        preserve_rng_state: see `checkpoint`.
+
+    Raises:
+        OptionError: `segments` is out of range.
+
+    Implements R4: a layer here is one of `functions`.
+    """
+    layers: list[Any] = list(functions)
+    if not 1 <= segments <= max(len(layers), 1):
+        raise OptionError(
+            message(
+                f"segments must be from 1 to the number of layers ({len(layers)}), not {segments!r}.",
+                [],
+                "pass fewer segments, or more layers.",
+            )
+        )
+    size = len(layers) // segments
+    cut = size * (segments - 1)
+    for start in range(0, cut, size):
+        input = checkpoint(  # noqa: A001
+            _Chain(layers, start, start + size),
+            input,
+            use_reentrant=use_reentrant,
+            preserve_rng_state=preserve_rng_state,
+        )
+    return _Chain(layers, cut, len(layers))(input)
+
+
+class _Chain:
+    """Some of the layers, in a row, each a scope."""
+
+    __slots__ = ("_layers", "_start")
+    __qualname__ = "checkpoint_sequential"
+
+    def __init__(self, layers: list[Callable[..., Any]], start: int, end: int) -> None:
+        self._layers, self._start = layers[start:end], start
+
+    def __call__(self, value: Any) -> Any:
+        for n, layer in enumerate(self._layers, self._start):
+            with layer_scope(f"{n} {label_of(layer)}"):
+                value = layer(value)
+        return value
+
+
+def recompute_contexts(label: str = "recompute_contexts") -> _Contexts:
+    """Two context managers that bring saves to torch's own checkpoint function, as its `context_fn`.
+
+    >>> import torch
+    >>> from torch.utils.checkpoint import checkpoint as torchs
+    >>> from roundpipe_torch import recompute_contexts, save_for_recompute
+    >>> def layer(x):
+    ...     scale, = save_for_recompute(x.detach().max())
+    ...     return (x * scale).exp()
+    >>> y = torchs(layer, torch.ones(2, requires_grad=True), use_reentrant=False, context_fn=recompute_contexts)
+    >>> y.sum().backward()
+
+    For code where only `context_fn` can be passed. Torch matches saved tensors by position and count, so there both
+    phases must save the same tensors: keep the decision under `torch.no_grad()` or detached, as above. The seed's style,
+    with a differentiable gate in the forward branch only, needs `roundpipe_torch.checkpoint`. The random numbers of a
+    skipped decision are not made up for either (R7).
+
+    Args:
+        label: what messages call the layer.
+
+    Returns:
+        The context managers for the forward and for each recompute.
+    """
+    shared = _Shared(label)
+    return _PhaseContext(shared, recompute=False), _PhaseContext(shared, recompute=True)
+
+
+class _Shared:
+    """The slot that a pair of contexts has in common, once the forward has begun."""
+
+    __slots__ = ("label", "slot")
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.slot = Slot(label)
+
+
+class _PhaseContext:
+    """Sets the phase. Can be entered again: one graph may be recomputed many times (R11)."""
+
+    __slots__ = ("_outer", "_recompute", "_shared")
+
+    def __init__(self, shared: _Shared, recompute: bool) -> None:
+        self._shared, self._recompute = shared, recompute
+        self._outer: list[Run | None] = []
+
+    def __enter__(self) -> None:
+        phase = Phase.RECOMPUTE
+        if not self._recompute:
+            phase, self._shared.slot = open_slot(self._shared.label)
+        self._outer.append(thread.run)
+        thread.run = TorchRun(phase, self._shared.slot, None, None)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> Literal[False]:
+        thread.run = self._outer.pop()
+        return False

@@ -1,0 +1,439 @@
+"""One call of a region, as its autograd graph holds it: inputs, slot, and one holder per saved tensor.
+
+Ownership (R9): autograd's saved variables own holders, holders own their frame, the frame owns inputs and slot. The
+frame knows its holders weakly. So a frame dies with the last tensor that backward could ask for, and nothing here
+makes a reference cycle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from roundpipe_core import MutationError
+from roundpipe_core._errors import message
+from roundpipe_core._phase import Phase, Run, thread
+from roundpipe_core._slots import Slot
+from roundpipe_core._trees import Spec, flatten, unflatten
+
+from ._errors import CheckpointMismatchError
+from ._matching import Pairs, Trace, match, match_prefix, node_count
+from ._state import Ambient, Generators, Visit, generators_of
+from ._verify import Audit
+
+__all__ = ["Frame", "Inputs", "Options", "TorchRun"]
+
+
+class Options(NamedTuple):
+    """How a region is to be run."""
+
+    label: str | None = None
+    preserve_rng_state: bool = True
+    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] | None = None
+    compare: bool = True  # metadata of matched tensors
+    early_stop: bool = True
+    debug: bool = False
+    verify: str = "off"
+
+
+class TorchRun(Run):
+    """A run whose saved tensors are traced and whose random numbers line up."""
+
+    __slots__ = ("_expected", "generators", "trace")
+
+    def __init__(self, phase: Phase, slot: Slot, trace: Trace | None, generators: Generators | None) -> None:
+        super().__init__(phase, slot)
+        self.trace = trace
+        self.generators = generators
+        self._expected: list[torch.Tensor] = []
+
+    def consulted(self) -> None:
+        if self.trace is not None:
+            self.trace.split()
+
+    def state(self) -> list[torch.Tensor] | None:  # R7
+        return self.generators.since_start() if self.generators else None
+
+    def restore_state(self, state: list[torch.Tensor] | None) -> None:  # R7
+        if self.generators and state is not None:
+            self._expected = state
+            self.generators.set(state)
+
+    def drew(self) -> bool:
+        """Whether the generators moved since this run last set them."""
+        return self.generators is not None and not self.generators.at(self._expected)
+
+    def without_gradient(self, function: Callable[[], Any]) -> Any:
+        with torch.no_grad():
+            return function()
+
+
+class Inputs:
+    """The arguments of a region. Tensors, wherever they sit, are kept as autograd keeps saved tensors: their version is
+    checked, saved-tensor hooks around the region see them, and an outer region does not keep them alive."""
+
+    __slots__ = ("_kept", "_names", "_positional", "_specs")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves: list[Any] = []
+        self._specs: tuple[Spec, ...] | None = None
+        self._names, self._positional = tuple(kwargs), len(args)
+        values = (*args, *kwargs.values())
+        if not any(isinstance(value, _CONTAINERS) for value in values):
+            leaves = list(values)
+        else:
+            self._specs = tuple(flatten(value, leaves) for value in values)
+        self._kept = [_keep(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+    def restore(self) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments, in new containers."""
+        leaves: list[Any] = [leaf.unpack() if isinstance(leaf, _Kept) else leaf for leaf in self._kept]
+        if self._specs is not None:
+            rest = iter(leaves)
+            leaves = [unflatten(spec, rest) for spec in self._specs]
+        return leaves[: self._positional], dict(zip(self._names, leaves[self._positional :], strict=True))
+
+
+_CONTAINERS = (tuple, list, dict, set)
+
+
+class _KeptByNode:
+    """A saved tensor for torch versions whose `SavedTensor` Python cannot make: a node that saves it."""
+
+    __slots__ = ("_output",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        with torch.enable_grad():
+            self._output = _SaveOne.apply(torch.empty(0, requires_grad=True), tensor)  # type: ignore[no-untyped-call]
+
+    def unpack(self) -> torch.Tensor:
+        saved: torch.Tensor = self._output.grad_fn.saved_tensors[0]
+        return saved
+
+
+class _SaveOne(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tensor)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("nothing flows through a kept input")
+
+
+_Kept: Any
+_keep: Callable[[torch.Tensor], Any]
+_make_saved_tensor: Any = getattr(torch._C._autograd, "_make_saved_tensor", None)
+if _make_saved_tensor is None:  # pragma: no cover - older torch
+    _Kept, _keep = _KeptByNode, _KeptByNode
+else:
+    _Kept = torch._C._autograd.SavedTensor
+
+    def _keep(tensor: torch.Tensor) -> Any:
+        return _make_saved_tensor(tensor, is_output=False)
+
+
+class Holder:
+    """What autograd keeps instead of a tensor: its place in a frame, and its value between recompute and use."""
+
+    __slots__ = ("__weakref__", "frame", "index", "value", "version")
+
+    def __init__(self, frame: Frame, index: int) -> None:
+        self.frame = frame
+        self.index = index
+        self.value: torch.Tensor | None = None
+        self.version = 0
+
+
+class _Recomputed:
+    """What the recompute's own graph keeps: the tensor itself."""
+
+    __slots__ = ("__weakref__", "recompute", "value", "version")
+
+    def __init__(self, recompute: _Recompute, value: torch.Tensor) -> None:
+        self.recompute = recompute
+        self.value = value
+        self.version = value._version
+
+
+class _Stop(BaseException):
+    """Ends a recompute that has all it was started for. A layer's `except Exception` does not catch it (R11)."""
+
+    def __init__(self, recompute: _Recompute) -> None:
+        self.recompute = recompute
+
+
+class Frame:
+    """One call of a region."""
+
+    __slots__ = (
+        "__weakref__", "_ambient", "_crowded", "_function", "_generators", "_inputs", "_lock", "_needed",
+        "_options", "_outputs", "_verified", "asked", "returned", "slot", "stop_at", "trace",
+    )  # fmt: skip
+
+    def __init__(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], slot: Slot, options: Options
+    ) -> None:
+        self._function = function
+        self._inputs = Inputs(args, kwargs)
+        self._options = options
+        self.slot = slot
+        self._generators = (
+            Generators(generators_of(function, (*args, *kwargs.values()))) if options.preserve_rng_state else None
+        )
+        self._ambient = Ambient()
+        self._lock = threading.RLock()
+        self._needed: list[int] = []
+        self._outputs: Any = None
+        self._verified = options.verify == "off"
+        self._crowded = False
+        self.returned = False
+        self.asked: Holder  # whom the recompute under way runs for
+        self.stop_at = -1
+        self.trace = Trace(options.debug)
+
+    def forward(self, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the region for the first time."""
+        run = TorchRun(phase, self.slot, self.trace, self._generators)
+        contexts = self._options.contexts
+        visit = Visit(self._generators)
+        outer = thread.run
+        try:
+            with saved_tensors_hooks(self._pack, _unpack):
+                thread.run = run
+                try:
+                    if contexts is None:
+                        outputs = self._function(*args, **kwargs)
+                    else:
+                        with contexts[0]:
+                            outputs = self._function(*args, **kwargs)
+                finally:
+                    thread.run = outer
+        finally:
+            self._crowded = visit.end()
+        self._needed = self.trace.alive()
+        if self._options.early_stop and self._verified and self._needed:
+            self.stop_at = self._needed[-1]
+        if not self._verified and phase is Phase.FORWARD:
+            self._outputs = Audit.copy(outputs)
+        self.returned = True
+        return outputs
+
+    def _pack(self, tensor: torch.Tensor) -> Holder:
+        holder = Holder(self, len(self.trace.packs))
+        self.trace.add(holder, tensor)
+        return holder
+
+    def recover(self, holder: Holder) -> torch.Tensor:
+        """The value of a holder that has none: recompute, once for all holders still alive."""
+        with self._lock:
+            if holder.value is None:
+                recompute = _Recompute(self)
+                self.asked = holder
+                recompute.run(holder)
+                if holder.value is None:
+                    raise self._mismatch(holder, recompute)
+            return holder.value
+
+    def fill(self, pairs: Pairs, recompute: Trace) -> None:
+        """Give the holders still alive the values of their partners."""
+        for ours, theirs in pairs.items():
+            holder, partner = self.trace.refs[ours](), recompute.refs[theirs]()
+            if holder is not None and partner is not None:
+                holder.value, holder.version = partner.value, partner.version
+
+    def needed(self) -> list[int]:
+        """The packs that a backward may ask for."""
+        return self._needed if self.returned else self.trace.alive()
+
+    def _mismatch(self, holder: Holder, recompute: _Recompute) -> CheckpointMismatchError:
+        forward, again = self.trace, recompute.trace
+        return CheckpointMismatchError(
+            message(
+                f"layer {self.slot.label!r}: backward needs {forward.packs[holder.index]}, saved by the forward as "
+                f"number {holder.index}, and the recompute saved nothing that can stand for it.",
+                [
+                    ("forward saved", forward.listed(self.needed())),
+                    ("recompute saved", again.listed(again.alive())),
+                ],
+                "make both phases run the same differentiable operations after the decision: put the decision under "
+                "torch.no_grad() or detach it, and keep no differentiable statistic (such as self.aux = logits.sum()) "
+                "of one phase only. checkpoint(..., debug=True) adds the lines; use_reentrant=True allows any difference.",
+            )
+        )
+
+    def _changed(self, value: torch.Tensor) -> MutationError:
+        return MutationError(
+            message(
+                f"layer {self.slot.label!r}: a tensor needed for gradient computation has been modified by an inplace "
+                f"operation after it was saved: {str(value.dtype).removeprefix('torch.')}{list(value.shape)}.",
+                [],
+                "compute out of place what later operations still need; without checkpointing autograd refuses this too.",
+            )
+        )
+
+    def _crowd_error(self) -> CheckpointMismatchError:
+        return CheckpointMismatchError(
+            message(
+                f"layer {self.slot.label!r}: draws random numbers while another thread is inside a checkpointed layer too. "
+                "The threads share one default generator, so the recompute cannot draw what the forward drew.",
+                [],
+                "draw with recompute_once(...) or save the mask, run the threads one after the other, or pass "
+                "preserve_rng_state=False if the draws need not repeat.",
+            )
+        )
+
+    def _audit(self, args: list[Any], kwargs: dict[str, Any]) -> Audit | None:
+        if self._verified:
+            return None
+        self._verified = True
+        return Audit(self._function, args, kwargs, self.slot, self._generators)
+
+    def _audited(self, audit: Audit, outputs: Any) -> None:
+        before, self._outputs = self._outputs, None
+        audit.report(before, outputs, self._options.verify)
+
+    def _mutated(self, error: RuntimeError) -> MutationError:
+        return MutationError(
+            message(
+                f"layer {self.slot.label!r}: an input was changed in place after the forward, so the recompute cannot "
+                "start from it.",
+                [("torch says", str(error).splitlines()[0])],
+                "pass a clone, or change the tensor out of place (x = x + 1 instead of x += 1).",
+            )
+        )
+
+    def inputs(self) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments as the forward got them."""
+        try:
+            return self._inputs.restore()
+        except CheckpointMismatchError:
+            raise
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error):
+                raise self._mutated(error) from error
+            raise
+
+
+class _Recompute:
+    """One run of a frame's region during backward."""
+
+    __slots__ = ("_stop_offset", "_stop_segment", "done", "frame", "trace")
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+        self.trace = Trace(frame._options.debug)
+        self.done = False
+        self._stop_segment = self._stop_offset = -1
+        if frame.stop_at >= 0:
+            self._stop_segment, self._stop_offset = frame.trace.position(frame.stop_at)
+
+    def run(self, asked: Holder) -> None:
+        """Recompute, and fill the frame's holders. `asked` is the one that backward waits for."""
+        frame = self.frame
+        options, generators = frame._options, frame._generators
+        args, kwargs = frame.inputs()
+        nodes = node_count()
+        outer = thread.run
+        kept = generators.now() if generators else []
+        visit = Visit(generators)
+        self.trace.restart()
+        run = TorchRun(Phase.RECOMPUTE, frame.slot, self.trace, generators)
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(torch.enable_grad())
+                frame._ambient.restore(stack)
+                audit = frame._audit(args, kwargs)
+                if generators:
+                    run.restore_state(generators.start)
+                if options.contexts is not None:
+                    stack.enter_context(options.contexts[1])
+                stack.enter_context(saved_tensors_hooks(self._pack, _unpack_recomputed))
+                thread.run = run
+                try:
+                    outputs = frame._function(*args, **kwargs)
+                finally:
+                    thread.run = outer
+            self.finish(asked)
+            if audit is not None:
+                frame._audited(audit, outputs)
+        except _Stop as stop:
+            if stop.recompute is not self:
+                raise
+        finally:
+            crowded = visit.end() or frame._crowded
+            drew = crowded and run.drew()
+            if generators:
+                generators.set(kept)
+            if isinstance(outer, TorchRun) and outer.trace is not None:
+                outer.trace.skip(node_count() - nodes)
+        if drew:
+            raise frame._crowd_error()
+
+    def _pack(self, tensor: torch.Tensor) -> _Recomputed:
+        partner = _Recomputed(self, tensor.detach() if tensor.requires_grad else tensor)
+        if self.done:  # somebody swallowed the stop: the layer runs on, for nothing
+            return partner
+        trace = self.trace
+        trace.add(partner, tensor)
+        if (
+            len(trace.packs) - trace.starts[-1] == self._stop_offset + 1
+            and len(trace.starts) == self._stop_segment + 1
+            and self._complete()
+        ):
+            self.done = True
+            raise _Stop(self)
+        return partner
+
+    def _complete(self) -> bool:
+        """Fill the holders if all that are needed stand in aligned segments, the last of them unfinished."""
+        frame, trace = self.frame, self.trace
+        pairs = match_prefix(frame.trace, frame.needed(), trace)
+        if pairs is None:
+            return False
+        frame.fill(pairs, trace)
+        return True
+
+    def finish(self, asked: Holder) -> None:
+        """The layer has returned, or asks for its own gradient: match what is alive now."""
+        if self.done:
+            return
+        frame, trace = self.frame, self.trace
+        compare = frame._options.compare
+        frame.fill(match(frame.trace, frame.needed(), trace, trace.alive, compare), trace)
+        if asked.value is None:  # a reference cycle may keep what a phase dropped
+            gc.collect()
+            for needed in (frame.needed(), frame.trace.alive()):
+                if asked.value is None:
+                    frame.fill(match(frame.trace, needed, trace, trace.alive, compare), trace)
+        self.done = True
+
+
+def _unpack(holder: Holder) -> torch.Tensor:
+    value = holder.value
+    if value is None:
+        value = holder.frame.recover(holder)
+    holder.value = None  # a later backward recomputes again; until then nothing is held
+    if value._version != holder.version:
+        raise holder.frame._changed(value)
+    return value
+
+
+def _unpack_recomputed(partner: _Recomputed) -> torch.Tensor:
+    recompute = partner.recompute
+    frame = recompute.frame
+    if not frame.returned and not recompute.done:
+        # The forward is waiting for this recompute inside its own call of autograd; this is that call.
+        recompute.finish(frame.asked)
+        raise _Stop(recompute)
+    if partner.value._version != partner.version:
+        raise frame._changed(partner.value)
+    return partner.value

@@ -1,0 +1,222 @@
+"""Which tensor of the recompute stands for which tensor of the forward (R10).
+
+Legend: a *pack* is one tensor handed to autograd's saved-tensor hook, described by a `Saved`. A *segment* is the packs
+between two points where the phases may part: a question for the phase, a save, an inner region. `F` are the packs of the
+forward, `R` those of the recompute.
+
+Two segments are *aligned* if they made the same packs at the same autograd nodes, counted from the segment's start. In
+an aligned segment the same code ran, so position decides. Where they are not, only what is alive counts: what the
+forward dropped (a gate that only decided) no backward can ask for, so the packs alive when each phase returned are
+matched, in order.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+node_count: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""Autograd nodes that this thread has made."""
+
+__all__ = ["Pairs", "Saved", "Trace", "match", "match_prefix", "node_count"]
+
+Pairs = dict[int, int]
+"""Index of a forward pack to the index of the recompute's pack that stands for it."""
+
+
+class Saved(NamedTuple):
+    """What is known of one pack without reading its values."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    node: int  # autograd nodes made since the segment began
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}"
+
+    def alike(self, other: Saved) -> bool:
+        """Whether one could stand for the other by its metadata."""
+        return self[:3] == other[:3]
+
+
+class Trace:
+    """The packs of one run, and where its segments begin."""
+
+    __slots__ = ("base", "begun", "nodes", "packs", "places", "refs", "starts")
+
+    def __init__(self, debug: bool) -> None:
+        self.refs: list[Any] = []  # weak references to the holders
+        self.packs: list[Saved] = []
+        self.starts: list[int] = [0]
+        self.nodes: list[int] = [0]  # autograd nodes made before each segment
+        self.base = self.begun = node_count()
+        self.places: list[str] | None = [] if debug else None
+
+    def restart(self) -> None:
+        """Count nodes from here."""
+        self.base = self.begun = node_count()
+
+    def add(self, holder: Any, tensor: torch.Tensor) -> None:
+        """Note a pack."""
+        self.refs.append(weakref.ref(holder))
+        self.packs.append(Saved(tensor.shape, tensor.dtype, tensor.device, node_count() - self.base))
+        if self.places is not None:
+            self.places.append(_user_line())
+
+    def skip(self, nodes: int) -> None:
+        """Leave out nodes that a recompute made in the midst of this run."""
+        self.base += nodes
+        self.begun += nodes
+
+    def position(self, pack: int) -> tuple[int, int]:
+        """The segment of a pack, and its place there."""
+        segment = bisect_right(self.starts, pack) - 1
+        return segment, pack - self.starts[segment]
+
+    def listed(self, which: list[int]) -> str:
+        """Packs in words, a line each."""
+        lines = [f"    {n}: {self.packs[n]}{f' at {self.places[n]}' if self.places else ''}" for n in which[:_MOST_LISTED]]
+        if len(which) > _MOST_LISTED:
+            lines.append(f"    and {len(which) - _MOST_LISTED} more")
+        return "\n".join([f"{len(which)} tensors", *lines])
+
+    def split(self) -> None:
+        """Begin a segment: from here on the other phase may run other code."""
+        self.starts.append(len(self.packs))
+        self.base = node_count()
+        self.nodes.append(self.base - self.begun)
+
+    def node(self, pack: int) -> int:
+        """Autograd nodes made between the start of the run and `pack`."""
+        return self.nodes[bisect_right(self.starts, pack) - 1] + self.packs[pack].node
+
+    def segments(self) -> list[tuple[int, int]]:
+        """Begin and end of each segment."""
+        return list(pairwise([*self.starts, len(self.packs)]))
+
+    def alive(self) -> list[int]:
+        """Packs whose holder something still holds."""
+        return [n for n, ref in enumerate(self.refs) if ref() is not None]
+
+
+_MOST_LISTED = 40
+_OURS = tuple(str(Path(__file__).parents[1] / name) + os.sep for name in ("roundpipe_core", "roundpipe_torch"))
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+
+
+def _user_line() -> str:
+    """The innermost line that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((*_OURS, _TORCH)):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def match_prefix(forward: Trace, needed: list[int], recompute: Trace) -> Pairs | None:
+    """Pair all of `needed` with the packs of a recompute that has just made the last of them; None if it is not sure."""
+    segments = list(zip(forward.segments(), recompute.segments(), strict=False))
+    last = segments[-1]
+    (begin, _), (other, end) = last
+    segments[-1] = (begin, begin + end - other), (other, end)
+    pairs: Pairs = {}
+    for ours, theirs in segments:
+        here = needed[bisect_left(needed, ours[0]) : bisect_left(needed, ours[1])]
+        if here:
+            if not _aligned(forward, ours, recompute, theirs):
+                return None
+            shift = theirs[0] - ours[0]
+            pairs |= {n: n + shift for n in here}
+    return pairs
+
+
+def match(
+    forward: Trace, needed: list[int], recompute: Trace, alive: Callable[[], list[int]], compare: bool
+) -> Pairs:
+    """Pair the packs that the forward's return left alive (`needed`) with those of a finished recompute.
+
+    What cannot be told is left out. `alive` gives the recompute's live packs. Without `compare`, metadata may differ.
+    """
+    ours, theirs = forward.segments(), recompute.segments()
+    head = tail = 0
+    shorter = min(len(ours), len(theirs))
+    while head < shorter and _aligned(forward, ours[head], recompute, theirs[head]):
+        head += 1
+    while tail < shorter - head and _aligned(forward, ours[-1 - tail], recompute, theirs[-1 - tail]):
+        tail += 1
+    pairs: Pairs = {}
+    matched = [*zip(ours[:head], theirs[:head], strict=True)]
+    if tail:
+        matched += zip(ours[-tail:], theirs[-tail:], strict=True)
+    wanted = set(needed)
+    for (begin, end), (other, _) in matched:
+        pairs |= {n: other + n - begin for n in range(begin, end) if n in wanted}
+    if len(ours) > head + tail:
+        first, last = ours[head][0], ours[len(ours) - tail - 1][1]
+        rest = [n for n in needed if first <= n < last]
+        if rest and len(theirs) > head + tail:
+            start, stop = theirs[head][0], theirs[len(theirs) - tail - 1][1]
+            candidates = [n for n in alive() if start <= n < stop]
+            pairs |= _by_liveness(forward, rest, recompute, candidates, compare)
+    return pairs
+
+
+def _aligned(forward: Trace, ours: tuple[int, int], recompute: Trace, theirs: tuple[int, int]) -> bool:
+    return forward.packs[slice(*ours)] == recompute.packs[slice(*theirs)]
+
+
+def _by_liveness(forward: Trace, ours: list[int], recompute: Trace, theirs: list[int], compare: bool) -> Pairs:
+    """Pair the live packs of a stretch in which the phases ran different code."""
+    F = [(forward.packs[n], forward.node(n)) for n in ours]  # noqa: N806
+    R = [(recompute.packs[n], recompute.node(n)) for n in theirs]  # noqa: N806
+    if len(F) == len(R) and (not compare or all(f.alike(r) for (f, _), (r, _) in zip(F, R, strict=True))):
+        return dict(zip(ours, theirs, strict=True))
+
+    # Code before the two branches made the same packs counted from the start, code after them counted from the end.
+    head = _common(F, R)
+    tail = _common(F[::-1], R[::-1])
+    clear_head = min(head, len(F) - tail, len(R) - tail)  # what both could claim belongs to neither
+    clear_tail = min(tail, len(F) - head, len(R) - head)
+    pairs = dict(zip(ours[:clear_head], theirs[:clear_head], strict=True))
+    if clear_tail > 0:
+        pairs |= zip(ours[-clear_tail:], theirs[-clear_tail:], strict=True)
+    if head + tail <= min(len(F), len(R)):
+        pairs |= _indices_between(forward, ours[head : len(F) - tail], recompute, theirs[head : len(R) - tail])
+    return pairs
+
+
+def _common(F: list[tuple[Saved, int]], R: list[tuple[Saved, int]]) -> int:  # noqa: N803
+    """How many packs agree from the first on, in metadata and in autograd nodes from the first on."""
+    if not F or not R:
+        return 0
+    count, shift = 0, F[0][1] - R[0][1]
+    while count < min(len(F), len(R)):
+        (f, at), (r, other) = F[count], R[count]
+        if not f.alike(r) or at - other != shift:
+            break
+        count += 1
+    return count
+
+
+def _indices_between(forward: Trace, ours: list[int], recompute: Trace, theirs: list[int]) -> Pairs:
+    """Index tensors of the two branches, where only one pairing fits: they hold the decision in either phase.
+
+    `topk` saves its indices for the gradient of its values; a `gather` with the saved indices saves those.
+    """
+    ways: list[tuple[int, ...]] = [()]
+    for n in ours:
+        if forward.packs[n].dtype.is_floating_point or forward.packs[n].dtype.is_complex:
+            return {}
+        fits = [m for m in theirs if forward.packs[n].alike(recompute.packs[m])]
+        ways = [(*way, m) for way in ways for m in fits if not way or m > way[-1]]
+        if len(ways) > 64:
+            return {}
+    return dict(zip(ours, ways[0], strict=True)) if len(ways) == 1 else {}

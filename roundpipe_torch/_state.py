@@ -1,0 +1,209 @@
+"""What a recompute needs to find as the forward found it: random numbers, autocast, ambient settings (R7, R10)."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+__all__ = ["Ambient", "Generators", "Visit", "generators_of", "modules_of"]
+
+_ACCELERATOR = torch.accelerator.current_accelerator()
+_CPU_ONLY: tuple[torch.Generator, ...] = (torch.default_generator,)
+
+
+class Generators:
+    """Default generators whose draws a region repeats, with their states when it began."""
+
+    __slots__ = ("_generators", "start")
+
+    def __init__(self, generators: tuple[torch.Generator, ...]) -> None:
+        self._generators = generators
+        self.start = self.now()
+
+    def now(self) -> list[torch.Tensor]:
+        """The states now. Kept on the host; reading them does not wait for a device."""
+        return [generator.get_state() for generator in self._generators]
+
+    def set(self, states: list[torch.Tensor]) -> None:
+        """Continue from `states`."""
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+    def at(self, states: list[torch.Tensor]) -> bool:
+        """Whether the generators stand at `states`."""
+        return all(map(torch.equal, self.now(), states))
+
+    def since_start(self) -> list[torch.Tensor]:
+        """The states now; the very list `start` if nothing was drawn since."""
+        now = self.now()
+        return self.start if all(map(torch.equal, now, self.start)) else now
+
+
+class Visit:
+    """Notices when two threads are inside regions at once, where one default generator serves both.
+
+    Threads are kept by identity, so that a visit which a keyboard interrupt cut short ends with the next one.
+    """
+
+    __slots__ = ("_crowded", "_meeting", "_nested", "_watching")
+
+    _inside: ClassVar[set[int]] = set()
+    _meetings: ClassVar[int] = 0
+
+    def __init__(self, generators: Generators | None) -> None:
+        self._watching = generators is not None
+        if self._watching:
+            me = threading.get_ident()
+            self._nested = me in Visit._inside
+            Visit._inside.add(me)
+            self._crowded = len(Visit._inside) > 1
+            if self._crowded:
+                Visit._meetings += 1
+            self._meeting = Visit._meetings
+
+    def end(self) -> bool:
+        """Leave; whether another thread was inside meanwhile."""
+        if not self._watching:
+            return False
+        if not self._nested:
+            Visit._inside.discard(threading.get_ident())
+        return self._crowded or self._meeting != Visit._meetings
+
+
+def generators_of(function: Any, leaves: Iterable[Any]) -> tuple[torch.Generator, ...]:
+    """The CPU's generator and those of every device of the tensors and of the modules' parameters and buffers."""
+    if _ACCELERATOR is None:
+        return _CPU_ONLY
+    backend: Any = getattr(torch, _ACCELERATOR.type)
+    if not backend.is_initialized() if hasattr(backend, "is_initialized") else not backend.is_available():
+        return _CPU_ONLY
+    if _ACCELERATOR.type == "mps":
+        return (*_CPU_ONLY, torch.mps._get_default_mps_generator())
+    leaves = list(leaves)
+    used = {backend.current_device()}
+    if backend.device_count() > 1:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        for module in modules_of(function, leaves):
+            tensors += itertools.chain(module.parameters(), module.buffers())
+        used |= {t.device.index for t in tensors if t.device.type == _ACCELERATOR.type}
+    known = backend.default_generators
+    return (*_CPU_ONLY, *(known[index] for index in sorted(used)))
+
+
+def modules_of(function: Any, leaves: Iterable[Any]) -> Iterator[torch.nn.Module]:
+    """The modules that a call can reach: itself, its bound object, its partial and closure, its arguments."""
+    waiting, seen = [function, *leaves], set()
+    while waiting:
+        found = waiting.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        if isinstance(found, torch.nn.Module):
+            yield found
+        elif isinstance(found, partial):
+            waiting += [found.func, *found.args, *found.keywords.values()]
+        elif isinstance(found, types.MethodType):
+            waiting += [found.__self__, found.__func__]
+        elif isinstance(found, types.FunctionType):
+            for cell in found.__closure__ or ():
+                with contextlib.suppress(ValueError):  # a cell that is not filled yet
+                    waiting.append(cell.cell_contents)
+
+
+_Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
+def _settings() -> Iterator[_Setting]:
+    """Reader and writer of every global switch that changes what a kernel computes."""
+    yield torch.get_default_dtype, torch.set_default_dtype
+    c: Any = torch._C
+    for reader, writer in (
+        ("_get_cudnn_enabled", "_set_cudnn_enabled"),
+        ("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
+        ("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
+        ("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+        ("_get_mkldnn_deterministic", "_set_mkldnn_deterministic"),
+        ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
+        ("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
+        ("_get_math_sdp_enabled", "_set_sdp_use_math"),
+        ("_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
+        ("_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
+        ("_get_sdp_priority_order", "_set_sdp_priority_order"),
+        ("_get_math_sdp_allow_fp16_bf16_reduction", "_set_math_sdp_allow_fp16_bf16_reduction"),
+    ):
+        if hasattr(c, reader) and hasattr(c, writer):
+            yield getattr(c, reader), getattr(c, writer)
+    for what in ("fp16", "bf16"):
+        name = f"cublas_allow_{what}_reduced_precision_reduction"
+        yield getattr(c, f"_get_{name}"), _spread(getattr(c, f"_set_{name}"))
+    yield c._get_cublas_allow_fp16_accumulation, c._set_cublas_allow_fp16_accumulation
+    yield _deterministic, lambda value: c._set_deterministic_algorithms(value[0], warn_only=value[1])
+    for backend, op in itertools.product(("cuda", "mkldnn"), ("matmul", "conv", "rnn")):
+        yield partial(c._get_fp32_precision_getter, backend, op), partial(c._set_fp32_precision_setter, backend, op)
+
+
+def _deterministic() -> tuple[bool, bool]:
+    c: Any = torch._C
+    return c._get_deterministic_algorithms(), c._get_deterministic_algorithms_warn_only()
+
+
+def _spread(writer: Callable[..., Any]) -> Callable[[Any], Any]:
+    return lambda value: writer(*value) if isinstance(value, tuple) else writer(value)
+
+
+_SETTINGS = tuple(_settings())
+_READERS = tuple(reader for reader, _ in _SETTINGS)
+_AUTOCAST_DEVICES = ("cpu",) if _ACCELERATOR is None else ("cpu", _ACCELERATOR.type)
+
+
+def _autocast() -> tuple[Any, ...]:
+    if not torch._C._is_any_autocast_enabled():
+        return ()
+    return tuple(
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
+        for device in _AUTOCAST_DEVICES
+    )
+
+
+def _default_device() -> torch.device | None:
+    if torch._C._len_torch_function_stack():
+        for mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+            if isinstance(mode, DeviceContext):
+                return mode.device
+    return None
+
+
+class Ambient:
+    """Autocast, the default device and global settings at one moment."""
+
+    __slots__ = ("_autocast", "_device", "_values")
+
+    def __init__(self) -> None:
+        self._values = [read() for read in _READERS]
+        self._autocast = _autocast()
+        self._device = _default_device()
+
+    def restore(self, stack: contextlib.ExitStack) -> None:
+        """Put back whatever differs now, until `stack` closes."""
+        values = [read() for read in _READERS]
+        if values != self._values:
+            for (_, write), now, then in zip(_SETTINGS, values, self._values, strict=True):
+                if now != then:
+                    stack.callback(write, now)
+                    write(then)
+        if self._autocast or torch._C._is_any_autocast_enabled():
+            for device in _AUTOCAST_DEVICES:
+                stack.enter_context(torch.autocast(device, enabled=False))
+            for device, enabled, dtype, cache in self._autocast:
+                stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype, cache_enabled=cache))
+        if self._device != _default_device():
+            stack.enter_context(self._device or torch.device("cpu"))

@@ -1,0 +1,114 @@
+"""verify="warn" | "raise": decide again, and compare with what the forward decided and gave."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from roundpipe_core import Flip, VerifyError, VerifyWarning
+from roundpipe_core._backend import compare, expand
+from roundpipe_core._errors import message
+from roundpipe_core._phase import Phase, Run, thread
+from roundpipe_core._slots import Slot
+from roundpipe_core._trees import flatten, paths
+
+from ._backend import differing_rows
+from ._state import Generators, modules_of
+
+__all__ = ["Audit"]
+
+_TOLERANCES = {  # relative, absolute: what the same operations may differ by when kernels sum in another order
+    torch.float64: (1e-7, 1e-7),
+    torch.float32: (1.3e-6, 1e-5),
+    torch.float16: (1e-3, 1e-5),
+    torch.bfloat16: (1.6e-2, 1e-5),
+}
+
+
+class Audit:
+    """A run of the region as a plain recompute would be: it decides again, and its decisions are compared.
+
+    The modules' buffers are put back afterwards, so that state moved in forward does not move once more.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: list[Any],
+        kwargs: dict[str, Any],
+        slot: Slot,
+        generators: Generators | None,
+    ) -> None:
+        self._slot = slot
+        run = Run(Phase.AUDIT, slot)
+        buffers = [b for module in modules_of(function, (*args, *kwargs.values())) for b in module.buffers()]
+        kept = [buffer.clone() for buffer in buffers]
+        if generators:
+            generators.set(generators.start)
+        outer = thread.run
+        failed: list[Flip] = []
+        try:
+            with saved_tensors_hooks(_drop, _refuse):
+                thread.run = run
+                try:
+                    function(*args, **kwargs)
+                finally:
+                    thread.run = outer
+        except Exception as error:  # the flipped decision may not even fit the code
+            failed.append(Flip(slot.label, f"a plain recompute fails ({type(error).__name__}: {error})", 1, 1, 0))
+        finally:
+            with torch.no_grad():
+                for buffer, before in zip(buffers, kept, strict=True):
+                    buffer.copy_(before)
+        self.flips = [*run.flips, *failed]
+
+    @staticmethod
+    def copy(outputs: Any) -> list[Any]:
+        """What to keep of the forward's outputs until the recompute gives its own."""
+        leaves: list[Any] = []
+        flatten(outputs, leaves, expand)
+        return [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+    def report(self, before: list[Any] | None, outputs: Any, how: str) -> None:
+        """Say what differed, if anything."""
+        flips = tuple([*self.flips, *(self._outputs(before, outputs) if before is not None else ())])
+        if not flips:
+            return
+        text = message(
+            f"layer {self._slot.label!r}: a plain recompute would not repeat the forward.",
+            [("found", str(flip)) for flip in flips],
+            "for saved items nothing is wrong: the recompute used the forward's decision. An output that differs needs "
+            "its decision or random draw saved too.",
+        )
+        if how == "raise":
+            raise VerifyError(text, flips)
+        warnings.warn(VerifyWarning(text, flips), stacklevel=2)
+
+    def _outputs(self, before: list[Any], outputs: Any) -> Iterator[Flip]:
+        leaves: list[Any] = []
+        names = list(paths(flatten(outputs, leaves, expand), "output"))
+        if len(leaves) != len(before):
+            yield Flip(self._slot.label, f"output: {len(before)} values, now {len(leaves)}", 1, 1, 0)
+            return
+        for name, one, other in zip(names, before, leaves, strict=True):
+            both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+            if both and one.shape == other.shape and one.dtype == other.dtype:
+                rows = differing_rows(one, other.detach(), _TOLERANCES.get(one.dtype, (0.0, 0.0)))
+                if rows:
+                    yield Flip(self._slot.label, name, *rows)
+            elif both:
+                yield Flip(self._slot.label, f"{name} (shape or dtype)", 1, 1, 0)
+            elif flip := compare(self._slot.label, name, None, one, other):
+                yield flip
+
+
+def _drop(tensor: torch.Tensor) -> None:
+    return None
+
+
+def _refuse(nothing: None) -> torch.Tensor:
+    raise RuntimeError("a layer that differentiates inside itself cannot be run again to verify it")
