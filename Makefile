@@ -45,7 +45,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 imports: $(READY)
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 pytest: $(READY)
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n 2

@@ -68,7 +68,10 @@ class Run:
     # What a frontend may know better
 
     def consulted(self) -> None:
-        """The layer learned which phase it is in: from here on the phases may differ."""
+        """A point that both phases pass, between which they may have run different code."""
+
+    def told(self) -> None:
+        """The layer asked which phase it is in: from here on its code may depend on the answer."""
 
     def state(self) -> Any:
         """The state of whatever later code draws from, right after a save (R7)."""
@@ -99,6 +102,7 @@ class Run:
         return data
 
     def get(self, name: str | None, place: Place) -> tuple[Any, ...]:
+        self.told()
         if self.phase is not Phase.RECOMPUTE:
             raise _not_recomputing(place, self.slot.label)
         data: tuple[Any, ...] = self._read((self.scope, name), place)
@@ -234,6 +238,7 @@ def doing_recompute() -> bool:
     run = thread.run
     if run is None:
         return False
+    run.told()
     run.consulted()
     return run.phase is Phase.RECOMPUTE
 

@@ -18,6 +18,8 @@ import numpy as np
 from roundpipe_core._slots import Entry, Slot
 from roundpipe_core._trees import Node, Spec, paths
 
+from ._arguments import AsIs
+
 __all__ = ["Held", "Split", "Template", "is_array", "signature", "split", "token"]
 
 
@@ -60,12 +62,10 @@ class Split:
         return None if None in tokens else (self.tree, tuple(self.array), tuple(tokens))
 
 
-def split(value: Any, static: Sequence[bool] | None = None) -> tuple[list[Any], Split]:
-    """The arrays in the pytree `value`, and its structure. `static` marks leaves to leave where they are."""
+def split(value: Any) -> tuple[list[Any], Split]:
+    """The arrays in the pytree `value`, and its structure.."""
     leaves, tree = jax.tree.flatten(value)
     array = [is_array(leaf) for leaf in leaves]
-    if static is not None:
-        array = [one and not kept for one, kept in zip(array, static, strict=True)]
     arrays = [leaf for leaf, one in zip(leaves, array, strict=True) if one]
     return arrays, Split(tree, array, [leaf for leaf, one in zip(leaves, array, strict=True) if not one])
 
@@ -75,21 +75,25 @@ _ATOMS = (int, float, complex, str, bytes, type, np.dtype, types.BuiltinFunction
 
 def token(leaf: Any) -> Hashable:
     """A key for a static value that cannot change behind our back; None for any other."""
+    if isinstance(leaf, AsIs):
+        inner = token(leaf.value)
+        return None if inner is None else (AsIs, inner)
     if isinstance(leaf, _ATOMS) or leaf is None or leaf is Ellipsis:
         return type(leaf), leaf, str(leaf) if isinstance(leaf, float) else None  # -0.0 is not 0.0
-    if isinstance(leaf, types.FunctionType) and not leaf.__closure__:
-        return leaf
-    return None
+    function = leaf
+    while hasattr(function, "__wrapped__"):  # jnp functions are jitted
+        function = function.__wrapped__
+    return leaf if isinstance(function, types.FunctionType) and not function.__closure__ else None
 
 
 class Template:
     """A slot, and those of the regions in it, without their arrays."""
 
-    __slots__ = ("children", "entries", "label", "size")
+    __slots__ = ("children", "entries", "label", "orphan", "size")
 
     def __init__(self, slot: Slot, arrays: list[Any]) -> None:
         first = len(arrays)
-        self.label = slot.label
+        self.label, self.orphan = slot.label, slot.orphan
         self.entries: list[tuple[Any, Entry, list[bool]]] = []
         for key, entry in slot.entries.items():
             mask = [backend is not None and backend.name == "jax" for backend in entry.backends]
@@ -111,7 +115,7 @@ class Template:
         for key, children in self.children.items():
             slots = slot.children.setdefault(key, [])
             for child in children:
-                slots.append(Slot(child.label))
+                slots.append(Slot(child.label, orphan=child.orphan))
                 child._fill(slots[-1], arrays)
 
     @property

@@ -24,7 +24,7 @@ from roundpipe_core._slots import Slot
 from roundpipe_core._trees import Spec, flatten, unflatten
 
 from ._errors import CheckpointMismatchError
-from ._matching import Pairs, Trace, match, match_prefix, node_count
+from ._matching import Pairs, Trace, match, match_prefix, node_count, region_codes
 from ._state import Ambient, Generators, Visit, generators_of
 from ._verify import Audit
 
@@ -57,6 +57,10 @@ class TorchRun(Run):
     def consulted(self) -> None:
         if self.trace is not None:
             self.trace.split()
+
+    def told(self) -> None:
+        if self.trace is not None:
+            self.trace.locating = True
 
     def state(self) -> list[torch.Tensor] | None:  # R7
         return self.generators.since_start() if self.generators else None
@@ -262,7 +266,7 @@ class Frame:
                 f"number {holder.index}, and the recompute saved nothing that can stand for it.",
                 [
                     ("forward saved", forward.listed(self.needed())),
-                    ("recompute saved", again.listed(again.alive())),
+                    ("recompute saved", again.listed(again.live)),
                 ],
                 "make both phases run the same differentiable operations after the decision: put the decision under "
                 "torch.no_grad() or detach it, and keep no differentiable statistic (such as self.aux = logits.sum()) "
@@ -408,13 +412,18 @@ class _Recompute:
             return
         frame, trace = self.frame, self.trace
         compare = frame._options.compare
-        frame.fill(match(frame.trace, frame.needed(), trace, trace.alive, compare), trace)
+        trace.finished()
+        frame.fill(match(frame.trace, frame.needed(), trace, compare), trace)
         if asked.value is None:  # a reference cycle may keep what a phase dropped
             gc.collect()
+            trace.finished()
             for needed in (frame.needed(), frame.trace.alive()):
                 if asked.value is None:
-                    frame.fill(match(frame.trace, needed, trace, trace.alive, compare), trace)
+                    frame.fill(match(frame.trace, needed, trace, compare), trace)
         self.done = True
+
+
+region_codes |= {Frame.forward.__code__, _Recompute.run.__code__}
 
 
 def _unpack(holder: Holder) -> torch.Tensor:

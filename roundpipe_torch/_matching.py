@@ -4,8 +4,8 @@ Legend: a *pack* is one tensor handed to autograd's saved-tensor hook, described
 between two points where the phases may part: a question for the phase, a save, an inner region. `F` are the packs of the
 forward, `R` those of the recompute.
 
-Two segments are *aligned* if they made the same packs at the same autograd nodes, counted from the segment's start. In
-an aligned segment the same code ran, so position decides. Where they are not, only what is alive counts: what the
+Two segments are *aligned* if they made the same packs at the same autograd nodes, counted from the segment's start, and,
+once the layer asked for its phase, in the same lines. In an aligned segment the same code ran, so position decides. Where they are not, only what is alive counts: what the
 forward dropped (a gate that only decided) no backward can ask for, so the packs alive when each phase returned are
 matched, in order.
 """
@@ -19,6 +19,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ import torch
 node_count: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """Autograd nodes that this thread has made."""
 
-__all__ = ["Pairs", "Saved", "Trace", "match", "match_prefix", "node_count"]
+__all__ = ["Pairs", "Saved", "Trace", "match", "match_prefix", "node_count", "region_codes"]
 
 Pairs = dict[int, int]
 """Index of a forward pack to the index of the recompute's pack that stands for it."""
@@ -39,6 +40,7 @@ class Saved(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     node: int  # autograd nodes made since the segment began
+    line: int | None  # which line ran, and by which calls; None until the layer asks for its phase
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}"
@@ -51,31 +53,32 @@ class Saved(NamedTuple):
 class Trace:
     """The packs of one run, and where its segments begin."""
 
-    __slots__ = ("base", "begun", "nodes", "packs", "places", "refs", "starts")
+    __slots__ = ("base", "live", "locating", "packs", "places", "refs", "starts")
 
     def __init__(self, debug: bool) -> None:
         self.refs: list[Any] = []  # weak references to the holders
         self.packs: list[Saved] = []
         self.starts: list[int] = [0]
-        self.nodes: list[int] = [0]  # autograd nodes made before each segment
-        self.base = self.begun = node_count()
+        self.base = node_count()
+        self.locating = False  # the layer knows its phase: from now on note which line makes a pack
+        self.live: list[int] = []  # packs alive when the run was over
         self.places: list[str] | None = [] if debug else None
 
     def restart(self) -> None:
         """Count nodes from here."""
-        self.base = self.begun = node_count()
+        self.base = node_count()
 
     def add(self, holder: Any, tensor: torch.Tensor) -> None:
         """Note a pack."""
         self.refs.append(weakref.ref(holder))
-        self.packs.append(Saved(tensor.shape, tensor.dtype, tensor.device, node_count() - self.base))
+        line = _line() if self.locating else None
+        self.packs.append(Saved(tensor.shape, tensor.dtype, tensor.device, node_count() - self.base, line))
         if self.places is not None:
             self.places.append(_user_line())
 
     def skip(self, nodes: int) -> None:
         """Leave out nodes that a recompute made in the midst of this run."""
         self.base += nodes
-        self.begun += nodes
 
     def position(self, pack: int) -> tuple[int, int]:
         """The segment of a pack, and its place there."""
@@ -93,20 +96,22 @@ class Trace:
         """Begin a segment: from here on the other phase may run other code."""
         self.starts.append(len(self.packs))
         self.base = node_count()
-        self.nodes.append(self.base - self.begun)
-
-    def node(self, pack: int) -> int:
-        """Autograd nodes made between the start of the run and `pack`."""
-        return self.nodes[bisect_right(self.starts, pack) - 1] + self.packs[pack].node
 
     def segments(self) -> list[tuple[int, int]]:
         """Begin and end of each segment."""
         return list(pairwise([*self.starts, len(self.packs)]))
 
+    def finished(self) -> None:
+        """Note what is alive now."""
+        self.live = self.alive()
+
     def alive(self) -> list[int]:
         """Packs whose holder something still holds."""
         return [n for n, ref in enumerate(self.refs) if ref() is not None]
 
+
+region_codes: set[Any] = set()
+"""Code of the functions that call a region's function."""
 
 _MOST_LISTED = 40
 _OURS = tuple(str(Path(__file__).parents[1] / name) + os.sep for name in ("roundpipe_core", "roundpipe_torch"))
@@ -119,6 +124,16 @@ def _user_line() -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith((*_OURS, _TORCH)):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _line() -> int:
+    """Names the instruction that runs now by those that called it, up to the region's own call."""
+    frame: FrameType | None = sys._getframe(3)
+    name = 0
+    while frame is not None and frame.f_code not in region_codes:
+        name = hash((name, id(frame.f_code), frame.f_lasti))
+        frame = frame.f_back
+    return name
 
 
 def match_prefix(forward: Trace, needed: list[int], recompute: Trace) -> Pairs | None:
@@ -138,12 +153,10 @@ def match_prefix(forward: Trace, needed: list[int], recompute: Trace) -> Pairs |
     return pairs
 
 
-def match(
-    forward: Trace, needed: list[int], recompute: Trace, alive: Callable[[], list[int]], compare: bool
-) -> Pairs:
+def match(forward: Trace, needed: list[int], recompute: Trace, compare: bool) -> Pairs:
     """Pair the packs that the forward's return left alive (`needed`) with those of a finished recompute.
 
-    What cannot be told is left out. `alive` gives the recompute's live packs. Without `compare`, metadata may differ.
+    What cannot be told is left out. Without `compare`, metadata may differ.
     """
     ours, theirs = forward.segments(), recompute.segments()
     head = tail = 0
@@ -164,7 +177,7 @@ def match(
         rest = [n for n in needed if first <= n < last]
         if rest and len(theirs) > head + tail:
             start, stop = theirs[head][0], theirs[len(theirs) - tail - 1][1]
-            candidates = [n for n in alive() if start <= n < stop]
+            candidates = [n for n in recompute.live if start <= n < stop]
             pairs |= _by_liveness(forward, rest, recompute, candidates, compare)
     return pairs
 
@@ -175,48 +188,42 @@ def _aligned(forward: Trace, ours: tuple[int, int], recompute: Trace, theirs: tu
 
 def _by_liveness(forward: Trace, ours: list[int], recompute: Trace, theirs: list[int], compare: bool) -> Pairs:
     """Pair the live packs of a stretch in which the phases ran different code."""
-    F = [(forward.packs[n], forward.node(n)) for n in ours]  # noqa: N806
-    R = [(recompute.packs[n], recompute.node(n)) for n in theirs]  # noqa: N806
-    if len(F) == len(R) and (not compare or all(f.alike(r) for (f, _), (r, _) in zip(F, R, strict=True))):
-        return dict(zip(ours, theirs, strict=True))
-
-    # Code before the two branches made the same packs counted from the start, code after them counted from the end.
-    head = _common(F, R)
-    tail = _common(F[::-1], R[::-1])
-    clear_head = min(head, len(F) - tail, len(R) - tail)  # what both could claim belongs to neither
-    clear_tail = min(tail, len(F) - head, len(R) - head)
-    pairs = dict(zip(ours[:clear_head], theirs[:clear_head], strict=True))
-    if clear_tail > 0:
-        pairs |= zip(ours[-clear_tail:], theirs[-clear_tail:], strict=True)
-    if head + tail <= min(len(F), len(R)):
-        pairs |= _indices_between(forward, ours[head : len(F) - tail], recompute, theirs[head : len(R) - tail])
-    return pairs
-
-
-def _common(F: list[tuple[Saved, int]], R: list[tuple[Saved, int]]) -> int:  # noqa: N803
-    """How many packs agree from the first on, in metadata and in autograd nodes from the first on."""
-    if not F or not R:
-        return 0
-    count, shift = 0, F[0][1] - R[0][1]
-    while count < min(len(F), len(R)):
-        (f, at), (r, other) = F[count], R[count]
-        if not f.alike(r) or at - other != shift:
-            break
-        count += 1
-    return count
+    pairs: Pairs = {}
+    if forward.locating and recompute.locating:
+        # What the same line saved, called the same way, in both phases.
+        lines = {forward.packs[n].line for n in ours} & {recompute.packs[n].line for n in theirs} - {None}
+        common = [n for n in ours if forward.packs[n].line in lines]
+        again = [n for n in theirs if recompute.packs[n].line in lines]
+        if [_at_line(forward, n) for n in common] == [_at_line(recompute, n) for n in again]:
+            pairs = dict(zip(common, again, strict=True))
+            ours = [n for n in ours if n not in pairs]
+            theirs = sorted({*theirs} - {*again})
+    # What the two branches saved, each in lines of its own: one for one, or not at all.
+    if len(ours) == len(theirs) and all(
+        not compare or forward.packs[f].alike(recompute.packs[r]) for f, r in zip(ours, theirs, strict=True)
+    ):
+        return pairs | dict(zip(ours, theirs, strict=True))
+    return pairs | _indices(forward, ours, recompute, theirs)
 
 
-def _indices_between(forward: Trace, ours: list[int], recompute: Trace, theirs: list[int]) -> Pairs:
+def _at_line(trace: Trace, pack: int) -> tuple[Any, ...]:
+    return *trace.packs[pack][:3], trace.packs[pack].line
+
+
+def _indices(forward: Trace, ours: list[int], recompute: Trace, theirs: list[int]) -> Pairs:
     """Index tensors of the two branches, where only one pairing fits: they hold the decision in either phase.
 
     `topk` saves its indices for the gradient of its values; a `gather` with the saved indices saves those.
     """
+    ours = [n for n in ours if not _inexact(forward.packs[n].dtype)]
     ways: list[tuple[int, ...]] = [()]
     for n in ours:
-        if forward.packs[n].dtype.is_floating_point or forward.packs[n].dtype.is_complex:
-            return {}
         fits = [m for m in theirs if forward.packs[n].alike(recompute.packs[m])]
         ways = [(*way, m) for way in ways for m in fits if not way or m > way[-1]]
         if len(ways) > 64:
             return {}
     return dict(zip(ours, ways[0], strict=True)) if len(ways) == 1 else {}
+
+
+def _inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex

@@ -1,0 +1,54 @@
+"""Recompute that remembers its decisions, for JAX.
+
+The functions that layers call are those of `roundpipe_core` (R14).
+"""
+
+from roundpipe_core import (
+    Flip,
+    GradientError,
+    MismatchError,
+    MutationError,
+    OptionError,
+    PhaseError,
+    RoundPipeError,
+    SlotError,
+    VerifyError,
+    VerifyWarning,
+    doing_recompute,
+    get_recompute_data,
+    layer_scope,
+    recompute_once,
+    save_for_recompute,
+)
+from roundpipe_core._backend import outside_saves, register_backend
+
+from ._backend import JaxArrays
+from ._policies import save_dots, save_either, save_policy
+from ._remat import checkpoint, remat
+from ._runs import saved_outside
+
+__all__ = [
+    "Flip",
+    "GradientError",
+    "MismatchError",
+    "MutationError",
+    "OptionError",
+    "PhaseError",
+    "RoundPipeError",
+    "SlotError",
+    "VerifyError",
+    "VerifyWarning",
+    "checkpoint",
+    "doing_recompute",
+    "get_recompute_data",
+    "layer_scope",
+    "recompute_once",
+    "remat",
+    "save_dots",
+    "save_either",
+    "save_for_recompute",
+    "save_policy",
+]
+
+register_backend(JaxArrays())
+outside_saves.append(saved_outside)

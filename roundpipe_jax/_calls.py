@@ -1,0 +1,336 @@
+"""One call of a region.
+
+It goes one of four ways.
+
+* *at once*: the inputs have values. The forward runs on them, so that Python may branch on them; the recompute is
+  traced, fed by the slot.
+* *staged*: the inputs are abstract (under jit, vmap, scan). The forward is traced as a program too, once for all
+  calls alike.
+* *tagged*: the layer saves inside an inner trace. It is traced once, and the saved values are named in the program.
+* *inside another region*: the outer forward runs the code and fills the slot, the outer recompute reads it (R8).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from roundpipe_core._errors import MismatchError, OptionError, message
+from roundpipe_core._phase import Phase, open_slot, thread
+from roundpipe_core._slots import Slot, label_of
+
+from . import _arguments
+from ._packing import Held, Split, Template, split
+from ._policies import check_matches, with_tags
+from ._regions import CheckpointLane, ResidualLane
+from ._runs import JaxRun, NeedsFreshTraces, NeedsTags, execute, is_abstract, stop_gradients
+from ._staging import Program, keep, recall, stage
+from ._tags import lead_through_tags
+
+__all__ = ["Call", "Mode", "Options", "Verify"]
+
+Mode = Literal["checkpoint", "custom_vjp"]
+Verify = Literal["off", "warn", "raise"]
+
+# What JAX raises where Python looks at the value of a tracer.
+_LOOKED = (jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError)
+
+
+class Options(NamedTuple):
+    """What `remat` was told."""
+
+    policy: Any
+    prevent_cse: bool | Sequence[Any]
+    static_argnums: tuple[int, ...]
+    static_argnames: tuple[str, ...]
+    mode: Mode
+    verify: Verify
+    label: str | None
+
+
+class Forward:
+    """What tracing a forward found out."""
+
+    def __init__(self, shape: Split, template: Template, asked: bool) -> None:
+        self.shape, self.template, self.asked = shape, template, asked
+        self.made: dict[Hashable, Any] = {}
+
+
+class Recompute:
+    """What tracing a recompute found out."""
+
+    def __init__(self, shape: Split) -> None:
+        self.shape = shape
+        self.made: dict[Hashable, Any] = {}
+
+
+class Layer(NamedTuple):
+    """A layer with the static part of its arguments: a function of arrays."""
+
+    fun: Callable[[], Any]  # gives the function: some that are kept must not keep it alive
+    arguments: Split
+    label: Any
+
+    def apply(self, arrays: Sequence[Any]) -> Any:
+        args, kwargs = _arguments.without_static(*self.arguments.join(arrays))
+        return self.fun()(*args, **kwargs)
+
+    def forward(self, arrays: Sequence[Any], slot: Slot, fresh: bool, tags: bool = False) -> tuple[Any, JaxRun]:
+        """The value of the forward, and the run it was."""
+        run = JaxRun(Phase.FORWARD, slot, fresh=fresh, tags=tags)
+        return execute(run, lambda: self.apply(arrays)), run
+
+    def forward_program(self, *arrays: Any) -> tuple[list[Any], list[Any], Held]:
+        """To be traced: outputs, saved arrays, `Forward`."""
+        slot = Slot(self.label)
+        try:
+            value, run = self.forward(arrays, slot, fresh=False)
+        except NeedsFreshTraces:
+            slot = Slot(self.label)
+            value, run = self.forward(arrays, slot, fresh=True)
+        outputs, shape = split(value)
+        saved: list[Any] = []
+        template = Template(slot, saved)
+        return outputs, saved, Held(Forward(shape, template, run.asked))
+
+    def tagged_program(self, *arrays: Any) -> tuple[list[Any], Held]:
+        """To be traced: outputs, `Forward`; what is saved is named in the program."""
+        value, run = self.forward(arrays, Slot(self.label), fresh=True, tags=True)
+        outputs, shape = split(value)
+        return outputs, Held(Forward(shape, Template(Slot(self.label), []), run.asked))
+
+    def recompute_program(self, template: Template, saved: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        """To be traced: outputs, `Recompute`."""
+        try:
+            value = self._recompute(template, saved, arrays, fresh=False)
+        except NeedsFreshTraces:
+            value = self._recompute(template, saved, arrays, fresh=True)
+        outputs, shape = split(value)
+        return outputs, Held(Recompute(shape))
+
+    def _recompute(self, template: Template, saved: Sequence[Any], arrays: Sequence[Any], fresh: bool) -> Any:
+        slot = template.fill(Slot(self.label, orphan=template.orphan), saved)
+        return execute(JaxRun(Phase.RECOMPUTE, slot, fresh=fresh), lambda: self.apply(arrays))
+
+
+class Call:
+    """One call of a region."""
+
+    def __init__(self, fun: Any, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.fun, self.options = fun, options
+        self.label = options.label or fun
+        if options.static_argnums or options.static_argnames:
+            args, kwargs = _arguments.with_static(
+                label_of(self.label), fun, args, kwargs, options.static_argnums, options.static_argnames
+            )
+        self.arrays, self.arguments = split((args, kwargs))
+        self.layer = Layer(lambda: fun, self.arguments, self.label)
+        self.barrier = _arguments.barriers(options.prevent_cse, args, kwargs, self.arguments.array)
+
+    def result(self) -> Any:
+        """What the layer returns."""
+        outer = thread.run
+        phase, slot = open_slot(self.label)
+        if phase is Phase.RECOMPUTE:
+            return self._inside_recompute(slot)
+        if phase is Phase.AUDIT:
+            return execute(JaxRun(phase, slot), lambda: self.layer.apply(self.arrays))
+        if not isinstance(outer, JaxRun) or outer.phase is Phase.OFF:
+            return self._outermost(slot)
+        if outer.tags:
+            return self._tagged()
+        run = JaxRun(phase, slot, home=outer.home, fresh=outer.fresh)
+        value = execute(run, lambda: self.layer.apply(self.arrays))
+        outer.asked = outer.asked or run.asked
+        return value
+
+    # ------------------------------------------------------------------------------ the outermost region
+
+    def _outermost(self, slot: Slot) -> Any:
+        references = any(isinstance(array, jax.Ref) for array in self.arrays)  # no derivative rule takes them
+        if not references and not recall(self.fun, "tags"):
+            try:
+                return self._staged() if any(map(is_abstract, self.arrays)) else self._at_once(slot)
+            except NeedsTags:
+                keep(self.fun, "tags", True)
+        return self._tagged()
+
+    def _at_once(self, slot: Slot) -> Any:
+        before = (dict(slot.entries), dict(slot.children))
+        try:
+            value, _ = self.layer.forward(self.arrays, slot, fresh=False)
+        except NeedsFreshTraces:
+            slot.entries, slot.children = before
+            value, _ = self.layer.forward(self.arrays, slot, fresh=True)
+        outputs, shape = split(value)
+        if not any(isinstance(output, jax.core.Tracer) for output in outputs):
+            return value  # nothing here is being differentiated
+        saved: list[Any] = []
+        template = Template(slot, saved)
+        return self._differentiable(outputs, shape, saved, template, None)
+
+    def _staged(self) -> Any:
+        program = self._program("forward", Layer.forward_program, self.arrays)
+        found: Forward = program.out[2].value
+        if not found.asked and found.template.empty:
+            return self._plain(program, found)
+        ran = program.run(stop_gradients(program.consts), stop_gradients(self.arrays))
+        count = len(program.out[0])
+        return self._differentiable(ran[:count], found.shape, ran[count:], found.template, program)
+
+    def _differentiable(
+        self, outputs: list[Any], shape: Split, saved: list[Any], template: Template, forward: Program | None
+    ) -> Any:
+        """The outputs of the forward, with the gradient of the recompute."""
+        program = self._recomputed(shape, saved, template)
+        found: Recompute = program.out[1].value
+        _check_agreement(label_of(self.label), outputs, shape, program.out[0], found.shape)
+        check_matches(self.options.policy, program.jaxpr, label_of(self.label))
+        floats = any(jnp.issubdtype(array.dtype, jnp.inexact) for array in saved)
+        forward = forward if floats else None
+        lane = self._lane(program, found, forward, len(saved))
+        consts = forward.consts if forward is not None else []
+        try:
+            result = lane(outputs, saved, [*program.consts, *self.arrays], consts)
+        except TypeError as error:
+            if self.options.mode != "custom_vjp" or "forward-mode" not in str(error):
+                raise
+            raise OptionError(
+                message(
+                    f'layer {label_of(self.label)!r}: mode="custom_vjp" has no forward-mode derivative '
+                    "(jvp, linearize, jacfwd, hessian).",
+                    [],
+                    'use mode="checkpoint", the default.',
+                )
+            ) from error
+        return shape.join(result)
+
+    def _recomputed(self, shape: Split, saved: list[Any], template: Template) -> Program:
+        parts = (template.key(), shape.key())
+        try:
+            return self._program(
+                ("recompute", parts) if None not in parts else None,
+                lambda layer, *values: layer.recompute_program(
+                    template, values[: len(saved)], values[len(saved) :]
+                ),
+                [*saved, *self.arrays],
+            )
+        except _LOOKED as error:
+            raise MismatchError(
+                message(
+                    f"layer {label_of(self.label)!r}: the recompute looks at a value that the forward did not save.",
+                    [("forward", "ran on values"), ("recompute", "is traced, and has only what was saved")],
+                    "save the decision: `flag, = save_for_recompute(bool(condition))`, and branch on what comes back.",
+                )
+            ) from error
+
+    def _lane(self, program: Program, found: Recompute, forward: Program | None, slots: int) -> Any:
+        policy = self.options.policy
+        key = (self.options.mode, id(policy), self.barrier, id(forward and forward.jaxpr), id(program.jaxpr))
+        lane = found.made.get(key)
+        if lane is None:
+            kind = ResidualLane if self.options.mode == "custom_vjp" else CheckpointLane
+            lane = kind(program, forward=forward, slots=slots, barrier=self.barrier, policy=policy)
+            found.made[key] = lane
+        return lane
+
+    def _plain(self, program: Program, found: Forward) -> Any:
+        """Exactly `jax.checkpoint`: the layer knows nothing of phases."""
+        return found.shape.join(self._checkpointed(program, found, program, self.options.policy))
+
+    def _tagged(self) -> Any:
+        if self.options.mode == "custom_vjp":
+            raise OptionError(
+                message(
+                    f'layer {label_of(self.label)!r}: mode="custom_vjp" cannot keep what is saved inside a scan, cond, '
+                    "vmap, while or jitted function of the layer.",
+                    [],
+                    'use mode="checkpoint", the default, or save outside the inner function.',
+                )
+            )
+        program = self._program("tagged", Layer.tagged_program, self.arrays)
+        found: Forward = program.out[1].value
+        led = found.made.get("led")
+        if led is None:
+            led = Program(lead_through_tags(program.jaxpr, label_of(self.label)), program.out)
+            found.made["led"] = led
+        return found.shape.join(self._checkpointed(program, found, led, with_tags(self.options.policy)))
+
+    def _checkpointed(self, program: Program, found: Forward, led: Program, policy: Any) -> list[Any]:
+        check_matches(self.options.policy, program.jaxpr, label_of(self.label))
+        key = (id(self.options.policy), self.barrier)
+        made = found.made.get(key)
+        if made is None:
+            barrier: Any = self.barrier
+            if isinstance(barrier, tuple):
+                barrier = (False, list(barrier))
+            made = found.made[key] = jax.checkpoint(led.run, policy=policy, prevent_cse=barrier)
+        result: list[Any] = made(program.consts, self.arrays)
+        return result
+
+    # ------------------------------------------------------------------- inside the recompute of another
+
+    def _inside_recompute(self, slot: Slot) -> Any:
+        saved: list[Any] = []
+        template = Template(slot, saved)
+        checkpointed = jax.checkpoint(
+            lambda saved, arrays: self.layer.recompute_program(template, saved, arrays),
+            policy=self.options.policy,
+            prevent_cse=self.barrier is not False,
+        )
+        outputs, found = checkpointed(saved, self.arrays)
+        return found.value.shape.join(outputs)
+
+    # ------------------------------------------------------------------------------------------- traces
+
+    def _program(self, key: Hashable, function: Callable[..., Any], arrays: Sequence[Any]) -> Program:
+        """The program of `function(layer, *arrays)`, from JAX's cache if the layer cannot have changed."""
+        known = self.arguments.key()
+        if key is None or known is None:
+            return stage(lambda *values: function(self.layer, *values), arrays)
+        key = (key, known, self.options.label)
+        jitted = recall(self.fun, key)
+        if jitted is None:
+            jitted = jax.jit(_named(_held_weakly(self, function), self.fun))
+            if not keep(self.fun, key, jitted):
+                return stage(lambda *values: function(self.layer, *values), arrays)
+        return stage(lambda *values: function(self.layer, *values), arrays, jitted)
+
+
+def _held_weakly(call: Call, function: Callable[..., Any]) -> Callable[..., Any]:
+    try:
+        fun: Any = weakref.ref(call.fun)
+    except TypeError:  # then it is not kept
+        return lambda *values: function(call.layer, *values)
+    label, arguments = call.options.label, call.arguments
+    return lambda *values: function(Layer(fun, arguments, label or fun()), *values)
+
+
+def _named(function: Callable[..., Any], like: Any) -> Callable[..., Any]:
+    function.__name__ = getattr(like, "__name__", "layer")
+    return function
+
+
+def _check_agreement(layer: str, outputs: Sequence[Any], shape: Split, again: Sequence[Any], other: Split) -> None:
+    """R10: both phases return the same kind of thing."""
+    facts: list[tuple[str, str]] = []
+    if shape.tree != other.tree or list(shape.array) != list(other.array):
+        facts = [("forward", f"returned {shape.tree}"), ("recompute", f"returned {other.tree}")]
+    for n, (one, two) in enumerate(zip(outputs, again, strict=False)):
+        if not facts and (one.shape != two.shape or one.dtype != two.dtype):
+            facts = [
+                ("forward", f"output {n} is {one.dtype}{list(one.shape)}"),
+                ("recompute", f"output {n} is {two.dtype}{list(two.shape)}"),
+            ]
+    if facts:
+        raise MismatchError(
+            message(
+                f"layer {layer!r}: forward and recompute do not return the same.",
+                facts,
+                "let both branches of `if doing_recompute():` lead to the same computation; save what decides between them.",
+            )
+        )

@@ -1,0 +1,161 @@
+"""What else to keep: policies that are data, can be put together, and say so if they match nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from roundpipe_core._errors import OptionError, message
+
+from ._runs import SAVED
+from ._tags import names_in, subprograms
+
+__all__ = ["Either", "check_matches", "save_dots", "save_either", "save_policy", "with_tags"]
+
+_POLICIES = jax.checkpoint_policies
+_DOTS = (_POLICIES.dots_saveable, _POLICIES.dots_with_no_batch_dims_saveable)
+
+
+def save_policy(*names: str) -> Any:
+    """A policy that keeps what layers save, and the values named `names`, for any `jax.checkpoint`.
+
+    >>> import jax
+    >>> from roundpipe_jax import save_for_recompute, save_policy
+    >>> def layer(x):
+    ...     order = jax.numpy.argsort(jax.lax.stop_gradient(x))
+    ...     order, = save_for_recompute(order)  # use what it returns
+    ...     return jax.numpy.sin(x[order]).sum()
+    >>> jax.grad(jax.checkpoint(layer, policy=save_policy()))(jax.numpy.arange(3.0)).shape
+    (3,)
+
+    Only the values that `save_for_recompute` returns are kept: such a checkpoint runs the layer's Python code once, so
+    that `doing_recompute()` is always False in it. `remat` needs no policy for what is saved.
+
+    Args:
+        *names: further names, given by `jax.ad_checkpoint.checkpoint_name`.
+
+    Returns:
+        A policy as `jax.checkpoint_policies.save_only_these_names` makes it.
+    """
+    return _POLICIES.save_only_these_names(SAVED, *names)
+
+
+def save_dots(*, batched: bool = True) -> Any:
+    """A policy that keeps the results of matrix products and convolutions.
+
+    >>> from roundpipe_jax import save_dots
+    >>> save_dots(batched=False) is not None
+    True
+
+    Args:
+        batched: False leaves out products with batch dimensions, such as attention scores.
+    """
+    return _DOTS[0] if batched else _DOTS[1]
+
+
+def save_either(*policies: Any) -> Any:
+    """A policy that keeps what any of `policies` keeps.
+
+    >>> from roundpipe_jax import save_dots, save_either, save_policy
+    >>> save_either(save_policy("a"), save_policy("b")) == save_policy("a", "b")
+    True
+    >>> both = save_either(save_policy("a"), save_dots())
+
+    Args:
+        *policies: from `save_policy`, `save_dots`, `jax.checkpoint_policies`, or any function that such a policy may be.
+    """
+    names = [_names(policy) for policy in policies]
+    if all(found is not None for found in names):
+        return _POLICIES.save_only_these_names(*sorted({name for found in names for name in found or ()}))
+    return Either(tuple(policies))
+
+
+@dataclass(frozen=True)
+class Either:
+    """Keeps what any of its policies keeps."""
+
+    policies: tuple[Any, ...]
+
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+        answers = [policy(primitive, *avals, **params) for policy in self.policies]
+        return next((answer for answer in answers if answer is not False and not _recomputes(answer)), False)
+
+
+def _recomputes(answer: Any) -> bool:
+    return type(answer).__name__ == "RecomputeType"
+
+
+def with_tags(policy: Any) -> Any:
+    """`policy`, and what layers save."""
+    if policy is None or policy is _POLICIES.nothing_saveable:
+        return save_policy()
+    if policy is _POLICIES.everything_saveable:
+        return policy
+    return save_either(save_policy(), policy)
+
+
+def _names(policy: Any) -> frozenset[str] | None:
+    names = getattr(policy, "saveable_names", None)
+    return frozenset(names) if names is not None else None
+
+
+def check_matches(policy: Any, program: ClosedJaxpr, layer: str) -> None:
+    """An error for each part of `policy` that nothing in the layer matches."""
+    if policy is None:
+        return
+    if isinstance(policy, Either):
+        for part in policy.policies:
+            check_matches(part, program, layer)
+        return
+    if getattr(jax.config, "jax_remat3", False) and not _known_to_remat3(policy):
+        raise OptionError(
+            message(
+                f"layer {layer!r}: this policy is ignored under JAX_REMAT3, which knows only names.",
+                [("policy", repr(policy))],
+                "use save_policy(...) with names, or unset JAX_REMAT3.",
+            )
+        )
+    asked = _names(policy) or getattr(policy, "names", None)
+    if asked is not None:
+        present = names_in(program.jaxpr)
+        missing = sorted(set(asked) - present - {SAVED})
+        if missing:
+            raise OptionError(
+                message(
+                    f"layer {layer!r}: the policy names {', '.join(map(repr, missing))}, and nothing in the layer is "
+                    "called that.",
+                    [("names in the layer", ", ".join(sorted(map(repr, present - {SAVED}))) or "none")],
+                    "name the value by jax.ad_checkpoint.checkpoint_name(value, name), and use what that returns.",
+                )
+            )
+    if policy in _DOTS and not any(_keeps(policy, eqn) for eqn in _operations(program.jaxpr)):
+        raise OptionError(
+            message(
+                f"layer {layer!r}: the policy keeps matrix products, and matches nothing in the layer.",
+                [("policy", repr(policy))],
+                "leave it out here, or give save_dots(batched=True) if all products have batch dimensions.",
+            )
+        )
+
+
+def _known_to_remat3(policy: Any) -> bool:
+    return (
+        _names(policy) is not None
+        or getattr(policy, "names", None) is not None
+        or policy in (_POLICIES.everything_saveable, _POLICIES.nothing_saveable)
+    )
+
+
+def _keeps(policy: Any, eqn: JaxprEqn) -> bool:
+    return bool(policy(eqn.primitive, *(atom.aval for atom in eqn.invars), **eqn.params))
+
+
+def _operations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in subprograms(eqn):
+            yield from _operations(inner)

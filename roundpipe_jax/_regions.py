@@ -1,0 +1,210 @@
+"""The two lanes: how the output of the forward gets the gradient of the recompute (R10).
+
+A region's operation takes the forward's output, the slot's arrays and the inputs, and returns the forward's
+output. Only its derivative looks at the rest: it runs the recompute, a program that reads the slot.
+
+In the checkpoint lane the derivative is a `custom_jvp` rule whose tangent is `jax.checkpoint` of the recompute's
+tangent. Nothing of the recompute runs before backward asks for it. In the residual lane it is a `custom_vjp` rule
+with the residuals (inputs, slot).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from ._runs import stop_gradients
+from ._staging import Program
+
+__all__ = ["CheckpointLane", "ResidualLane"]
+
+_Arrays = Sequence[Any]
+
+
+class _Lane:
+    """One way to differentiate a region.
+
+    `program` is the recompute, from (its constants, slot, arguments) to the outputs. `forward` is the forward from
+    (its constants, arguments), where what was saved may carry a tangent and that is not yet checked (R5).
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        forward: Program | None,
+        slots: int,
+        barrier: bool | tuple[bool, ...],
+        policy: Any,
+    ) -> None:
+        self.program, self.forward, self.slots = program, forward, slots
+        self.barrier, self.policy = barrier, policy
+        self.jaxpr_consts = len(program.consts)
+        self._made: dict[tuple[bool, ...], Callable[..., Any]] = {}
+
+    def recompute(self, slot: _Arrays, inputs: _Arrays) -> list[Any]:
+        """The outputs again, from the slot."""
+        consts, args = inputs[: self.jaxpr_consts], inputs[self.jaxpr_consts :]
+        return self.program.run(consts, [*slot, *args])
+
+    def check(self, varying: Sequence[bool], inputs: _Arrays, forward_consts: _Arrays, more: Sequence[bool]) -> None:
+        """Trace the tangent of the forward, so that the probes on saved values speak up (R5)."""
+        if self.forward is None:
+            return
+        forward, args = self.forward, inputs[self.jaxpr_consts :]
+        everything = [*forward_consts, *args]
+        flags = [*more, *varying[self.jaxpr_consts :]]
+        if any(flags):
+            first = len(forward_consts)
+            jax.eval_shape(
+                lambda values: _tangents(lambda vs: forward.run(vs[:first], vs[first:]), values, flags),
+                everything,
+            )
+
+
+def _tangents(function: Callable[[list[Any]], list[Any]], values: _Arrays, flags: Sequence[bool]) -> list[Any]:
+    chosen = [value for value, flag in zip(values, flags, strict=True) if flag]
+    ones = [jnp.ones_like(value) for value in chosen]
+    _, out = _jvp(function, values, flags, ones)
+    return [tangent for tangent in out if tangent.dtype != jax.dtypes.float0]
+
+
+def _jvp(
+    function: Callable[[list[Any]], list[Any]], values: _Arrays, flags: Sequence[bool], tangents: _Arrays
+) -> tuple[list[Any], list[Any]]:
+    def of_the_varying(*chosen: Any) -> list[Any]:
+        return function(_merged(values, flags, chosen))
+
+    primals = tuple(value for value, flag in zip(values, flags, strict=True) if flag)
+    outs, dots = jax.jvp(of_the_varying, primals, tuple(tangents))
+    return outs, dots
+
+
+def _merged(values: _Arrays, flags: Sequence[bool], chosen: _Arrays) -> list[Any]:
+    given = iter(chosen)
+    return [next(given) if flag else value for value, flag in zip(values, flags, strict=True)]
+
+
+def _no_tangent(value: Any) -> Any:
+    return np.zeros(np.shape(value), jax.dtypes.float0)
+
+
+def _has_tangent(value: Any) -> bool:
+    return bool(jnp.issubdtype(jax.typeof(value).dtype, jnp.inexact))
+
+
+class CheckpointLane(_Lane):
+    """`jax.checkpoint` fed by the slot."""
+
+    def __call__(self, outputs: _Arrays, slot: _Arrays, inputs: _Arrays, forward_consts: _Arrays = ()) -> list[Any]:
+        if getattr(jax.config, "jax_remat3", False):
+            return self._beside(outputs, slot, inputs)
+        operation = jax.custom_jvp(lambda outputs, slot, inputs, consts: outputs)
+        operation.defjvp(self._rule(operation), symbolic_zeros=True)
+        result: list[Any] = operation(stop_gradients(list(outputs)), list(slot), list(inputs), list(forward_consts))
+        return result
+
+    def _rule(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
+            outputs, slot, inputs, consts = primals
+            flags = [not isinstance(dot, SymbolicZero) for dot in tangents[2]]
+            self.check(flags, inputs, consts, [not isinstance(dot, SymbolicZero) for dot in tangents[3]])
+            dots = [dot for dot, flag in zip(tangents[2], flags, strict=True) if flag]
+            given = iter(self.tangent(tuple(flags))(slot, inputs, dots)) if dots else None
+            out_dots = [
+                next(given) if given is not None and _has_tangent(value) else _zero_like(value)
+                for value in outputs
+            ]
+            # The operation again, not the bare outputs: its own derivative is the recompute's too.
+            return operation(*primals), out_dots
+
+        return rule
+
+    def tangent(self, flags: tuple[bool, ...]) -> Callable[..., list[Any]]:
+        """From (slot, inputs, tangents of the flagged inputs) to the tangents of the floating outputs."""
+        made = self._made.get(flags)
+        if made is None:
+
+            def tangents(slot: _Arrays, inputs: _Arrays, dots: _Arrays) -> list[Any]:
+                outs, out_dots = _jvp(lambda values: self.recompute(slot, values), inputs, flags, dots)
+                return [dot for out, dot in zip(outs, out_dots, strict=True) if _has_tangent(out)]
+
+            barrier = self.barrier
+            if isinstance(barrier, tuple):
+                barrier = (True, list((*(False,) * self.jaxpr_consts, *barrier)), True)  # type: ignore[assignment]
+            made = self._made[flags] = jax.checkpoint(tangents, policy=self.policy, prevent_cse=barrier)
+        return made
+
+    def _beside(self, outputs: _Arrays, slot: _Arrays, inputs: _Arrays) -> list[Any]:
+        """The same where `jax.checkpoint` is no transformation of programs, and has to see the primal."""
+        made = self._made.get(())
+        if made is None:
+            made = self._made[()] = jax.checkpoint(self.recompute, policy=self.policy, prevent_cse=self.barrier)
+        again = made(list(slot), list(inputs))
+        return [
+            _left_value_right_tangent(out, like) if _has_tangent(out) else out
+            for out, like in zip(stop_gradients(list(outputs)), again, strict=True)
+        ]
+
+
+def _zero_like(value: Any) -> Any:
+    return jnp.zeros_like(value) if _has_tangent(value) else _no_tangent(value)
+
+
+@jax.custom_jvp
+def _left_value_right_tangent(left: Any, right: Any) -> Any:
+    return left
+
+
+@_left_value_right_tangent.defjvp
+def _left_value_right_tangent_jvp(primals: Any, tangents: Any) -> Any:
+    return _left_value_right_tangent(*primals), tangents[1]
+
+
+class ResidualLane(_Lane):
+    """Residual passing. The residuals are exactly (inputs, slot)."""
+
+    def __call__(self, outputs: _Arrays, slot: _Arrays, inputs: _Arrays, forward_consts: _Arrays = ()) -> list[Any]:
+        needed = [_has_tangent(value) for value in outputs]
+        captured = len(forward_consts)
+
+        def forward(outputs: Any, slot: Any, inputs: Any, consts: Any) -> tuple[Any, Any]:
+            flags = [value.perturbed for value in inputs]
+            primals = [value.value for value in inputs]
+            self.check(flags, primals, [c.value for c in consts], [c.perturbed for c in consts])
+            return [value.value for value in outputs], (primals, [value.value for value in slot])
+
+        def backward(residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+            inputs, slot = residuals
+            flags = [_has_tangent(value) for value in inputs]
+            dots = [_instantiated(dot) for dot, flag in zip(cotangents, needed, strict=True) if flag]
+            if self.barrier:  # over the cotangents too: residuals alone leave CSE a way around
+                inputs, slot, dots = jax.lax.optimization_barrier((inputs, slot, dots))
+
+            def of_the_floating(*chosen: Any) -> list[Any]:
+                outs = self.recompute(slot, _merged(inputs, flags, chosen))
+                return [out for out, flag in zip(outs, needed, strict=True) if flag]
+
+            chosen = [value for value, flag in zip(inputs, flags, strict=True) if flag]
+            _, pull = jax.vjp(of_the_floating, *chosen)
+            given = iter(pull(dots))
+            return (
+                [None] * len(needed),
+                [None] * len(slot),
+                [next(given) if flag else None for flag in flags],
+                [None] * captured,
+            )
+
+        operation = jax.custom_vjp(lambda outputs, slot, inputs, consts: outputs)
+        operation.defvjp(forward, backward, symbolic_zeros=True)
+        result: list[Any] = operation(stop_gradients(list(outputs)), list(slot), list(inputs), list(forward_consts))
+        return result
+
+
+def _instantiated(dot: Any) -> Any:
+    return jnp.zeros(dot.shape, dot.dtype) if isinstance(dot, SymbolicZero) else dot

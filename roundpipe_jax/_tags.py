@@ -1,0 +1,211 @@
+"""Saves inside inner traces: values named in the program, and every use led through the name.
+
+A layer that saves inside a scan, a cond, a vmap or a jitted function is traced once, in its forward phase. Each saved value
+passes through a *tag*, an identity operation with the name `SAVED`, and `jax.checkpoint` keeps values of that
+name: per iteration in a scan, per branch in a cond, and batched under vmap, since JAX does the stacking.
+
+The layer's code after the save may still use the untagged value, as the pattern `if doing_recompute(): ... else: ...`
+does. `lead_through_tags` moves each tag to where its value is made and lets every use read the tag, so that the recompute
+needs no second decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from roundpipe_core._errors import MismatchError, message
+
+from ._runs import SAVED
+
+__all__ = ["lead_through_tags", "name_of", "names_in", "subprograms"]
+
+_OUTER_OPERANDS = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint")
+_NO_RULE = {
+    "custom_jvp_call": "a function with a custom_jvp rule",
+    "custom_vjp_call": "a function with a custom_vjp rule",
+    "custom_vjp_call_jaxpr": "a function with a custom_vjp rule",
+}
+
+
+def name_of(eqn: JaxprEqn) -> str | None:
+    """The name that an operation gives its value, if that is what it does."""
+    if eqn.primitive.name == "name":
+        return str(eqn.params["name"])
+    named = eqn.params.get("_prim") or eqn.params.get("prim")  # under JAX_REMAT3
+    return named.name if type(named).__name__ == "CheckpointName" else None
+
+
+def subprograms(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The programs inside an operation."""
+    found: list[Jaxpr] = []
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, ClosedJaxpr):
+                found.append(item.jaxpr)
+            elif isinstance(item, Jaxpr):
+                found.append(item)
+    inner = eqn.params.get("_prim") or eqn.params.get("prim")
+    held = getattr(inner, "jaxpr", None)
+    if isinstance(held, ClosedJaxpr):
+        found.append(held.jaxpr)
+    return found
+
+
+def names_in(jaxpr: Jaxpr) -> set[str]:
+    """Every name given in a program, at any depth."""
+    found: set[str] = set()
+    for eqn in jaxpr.eqns:
+        name = name_of(eqn)
+        if name is not None:
+            found.add(name)
+        for inner in subprograms(eqn):
+            found |= names_in(inner)
+    return found
+
+
+def lead_through_tags(closed: ClosedJaxpr, layer: str) -> ClosedJaxpr:
+    """The same program, in which every use of a saved value reads its tag."""
+    if SAVED not in names_in(closed.jaxpr):
+        return closed
+    jaxpr, _ = _Rewriter(layer).program(closed.jaxpr)
+    return ClosedJaxpr(jaxpr, closed.consts)
+
+
+class _Rewriter:
+    def __init__(self, layer: str) -> None:
+        self.layer = layer
+
+    def program(self, jaxpr: Jaxpr) -> tuple[Jaxpr, set[int]]:
+        """The program rewritten, and which of its inputs are saved in it."""
+        eqns, wanted = self._inner_first(jaxpr)
+        roots = self._roots(eqns)  # saved variable -> the operations that lead from it to its tag
+        for var in wanted:
+            if not roots.get(var):
+                roots[var] = [_fresh_tag(var)]
+        if not roots:
+            return jaxpr.replace(eqns=eqns), set()
+        new: dict[Var, Any] = {}
+        moved = {id(eqn) for chain in roots.values() for eqn in chain}
+        out: list[JaxprEqn] = []
+        for var in (*jaxpr.constvars, *jaxpr.invars):
+            self._tag(var, roots, new, out)
+        for eqn in eqns:
+            if id(eqn) in moved:
+                continue
+            out.append(eqn.replace(invars=[_read(new, atom) for atom in eqn.invars]))
+            for var in eqn.outvars:
+                self._tag(var, roots, new, out)
+        saved = {n for n, var in enumerate(jaxpr.invars) if var in roots}
+        outvars = [_read(new, atom) for atom in jaxpr.outvars]
+        return jaxpr.replace(eqns=out, outvars=outvars), saved
+
+    def _inner_first(self, jaxpr: Jaxpr) -> tuple[list[JaxprEqn], set[Var]]:
+        """The operations with their inner programs rewritten, and the variables that those save from outside."""
+        eqns: list[JaxprEqn] = []
+        wanted: set[Var] = set()
+        for eqn in jaxpr.eqns:
+            if not any(SAVED in names_in(inner) for inner in subprograms(eqn)):
+                eqns.append(eqn)
+                continue
+            if eqn.primitive.name in _NO_RULE:
+                raise self._refused(eqn)
+            params, saved = self._params(eqn)
+            operands = _operands(eqn, saved)
+            wanted |= {operand for operand in operands if isinstance(operand, Var)}
+            eqns.append(eqn.replace(params=params))
+        return eqns, wanted
+
+    def _params(self, eqn: JaxprEqn) -> tuple[dict[str, Any], set[int]]:
+        saved: set[int] = set()
+
+        def rewritten(value: Any) -> Any:
+            if isinstance(value, ClosedJaxpr):
+                jaxpr, inner = self.program(value.jaxpr)
+                saved.update(inner)
+                return ClosedJaxpr(jaxpr, value.consts)
+            if isinstance(value, Jaxpr):
+                jaxpr, inner = self.program(value)
+                saved.update(inner)
+                return jaxpr
+            if isinstance(value, (tuple, list)) and any(isinstance(v, (ClosedJaxpr, Jaxpr)) for v in value):
+                return type(value)(rewritten(v) for v in value)
+            return value
+
+        return {name: rewritten(value) for name, value in eqn.params.items()}, saved
+
+    def _roots(self, eqns: Sequence[JaxprEqn]) -> dict[Var, list[JaxprEqn]]:
+        made_by = {var: eqn for eqn in eqns for var in eqn.outvars}
+        roots: dict[Var, list[JaxprEqn]] = {}
+        for eqn in eqns:
+            if name_of(eqn) != SAVED or isinstance(eqn.invars[0], Literal):
+                continue
+            chain, var = [eqn], eqn.invars[0]
+            while (before := made_by.get(var)) is not None and _passes_through(before):
+                if name_of(before) != SAVED:
+                    chain.insert(0, before)
+                if isinstance(before.invars[0], Literal):
+                    break
+                var = before.invars[0]
+            known = roots.setdefault(var, [])
+            known += [step for step in chain if not any(step is other for other in known)]
+        return roots
+
+    def _tag(
+        self, var: Var, roots: dict[Var, list[JaxprEqn]], new: dict[Var, Any], out: list[JaxprEqn]
+    ) -> None:
+        """Put the operations that tag `var` here, where it is made, and let its uses read the last of them."""
+        chain = roots.get(var)
+        if not chain:
+            return
+        last: Any = var
+        for eqn in chain:
+            out.append(eqn.replace(invars=[last]))
+            last = eqn.outvars[0]
+        new[var] = last
+        for eqn in chain[:-1]:
+            new[eqn.outvars[0]] = last
+
+    def _refused(self, eqn: JaxprEqn) -> MismatchError:
+        return MismatchError(
+            message(
+                f"layer {self.layer!r}: a save inside {_NO_RULE[eqn.primitive.name]} cannot be kept for the recompute, "
+                "because differentiation replaces that function by its rule.",
+                [("operation", eqn.primitive.name)],
+                "make the decision before calling that function, save it there, and pass it in.",
+            )
+        )
+
+
+def _fresh_tag(var: Var) -> JaxprEqn:
+    shape = jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)  # type: ignore[attr-defined]
+    [eqn] = jax.make_jaxpr(lambda value: checkpoint_name(value, SAVED))(shape).jaxpr.eqns
+    return eqn.replace(invars=[var], outvars=[Var(var.aval)])
+
+
+def _passes_through(eqn: JaxprEqn) -> bool:
+    """Whether an operation only marks its operand: a tag, or the probe for tangents (R5)."""
+    if name_of(eqn) == SAVED:
+        return True
+    call = eqn.params.get("call_jaxpr") if eqn.primitive.name == "custom_jvp_call" else None
+    return call is not None and not call.jaxpr.eqns and len(eqn.invars) == len(eqn.outvars) == 1
+
+
+def _read(new: dict[Var, Any], atom: Any) -> Any:
+    return atom if isinstance(atom, Literal) else new.get(atom, atom)
+
+
+def _operands(eqn: JaxprEqn, saved: set[int]) -> list[Any]:
+    """The operands behind the inputs `saved` of an inner program, where an operand is the value itself."""
+    if eqn.primitive.name in _OUTER_OPERANDS:
+        return [eqn.invars[n] for n in saved]
+    if eqn.primitive.name == "cond":
+        return [eqn.invars[n + 1] for n in saved]
+    if eqn.primitive.name == "scan":
+        consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        return [eqn.invars[n] for n in saved if not consts <= n < consts + carry]
+    return []

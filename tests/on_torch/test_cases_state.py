@@ -1,0 +1,448 @@
+"""State that a forward reads or moves, from public reports: buffers, randomness, ambient settings, caches, evaluation.
+
+Shapes: T tokens, D width, E experts. The oracle is `agree`: the same scenario without checkpointing.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import batch_norm, dropout, one_hot, scaled_dot_product_attention
+
+from roundpipe_torch import MutationError, checkpoint, doing_recompute, recompute_once, save_for_recompute
+from tests.on_torch.oracle import ENGINES, WAYS, Source, agree, decided, leaf, plain, same
+
+T, D, E = 16, 6, 5
+
+# Buffers that the forward moves (torchtitan PR 1114 and 3686, Megatron-LM issue 1330, pytorch issue 96136)
+
+
+class Load(torch.nn.Module):
+    """Tokens per expert, counted from the first call on."""
+
+    total: torch.Tensor | None = None
+
+    def forward(self, idx):
+        count = torch.bincount(idx.flatten(), minlength=E).float()
+        self.total = count if self.total is None else self.total + count
+
+
+class Balanced(torch.nn.Module):
+    """Routing by scores and a bias that the load moves, so that a second update would route otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(leaf(D, E, seed=1).detach())
+        self.register_buffer("bias", torch.zeros(E))
+        self.load = torch.nn.Sequential(Load())  # the counter sits deeper in the module
+
+    @torch.no_grad()
+    def route(self, score):
+        idx = (score + self.bias).topk(2, -1).indices
+        self.load(idx)
+        self.bias += 0.2 * torch.sign(self.load[0].total.mean() - self.load[0].total)
+        return idx
+
+    def forward(self, x):
+        score = torch.sigmoid(x @ self.w)
+        idx = decided(lambda: self.route(score))
+        return torch.tanh(x) * (score.gather(1, idx)[..., None] * one_hot(idx, E)).sum(1) @ self.w.T
+
+    def state(self):
+        return self.bias.clone(), self.load[0].total.clone()
+
+
+class Normed(torch.nn.Module):
+    """Batch norm whose author moves the statistics in the forward only."""
+
+    def __init__(self, momentum):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(D, momentum=momentum)
+
+    def forward(self, x):
+        norm = self.norm
+        if not doing_recompute():
+            return torch.sigmoid(norm(x))
+        return torch.sigmoid(batch_norm(x, None, None, norm.weight, norm.bias, True, 0.0, norm.eps))
+
+    def state(self):
+        return [buffer.clone() for buffer in self.norm.buffers()]
+
+
+class Spectral(torch.nn.Module):
+    """A weight divided by its norm, which one power iteration a forward estimates."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(leaf(D, D, seed=1).detach())
+        self.u = None  # made by the first forward
+
+    @torch.no_grad()
+    def iterate(self):
+        self.u = torch.ones(D) if self.u is None else self.u
+        v = torch.nn.functional.normalize(self.w.T @ self.u, dim=0)
+        self.u = torch.nn.functional.normalize(self.w @ v, dim=0)
+        return self.u, v
+
+    def forward(self, x):
+        u, v = recompute_once(self.iterate)
+        return torch.tanh(x @ self.w / (u @ self.w @ v))
+
+    def state(self):
+        return self.u.clone()
+
+
+class Warming(torch.nn.Module):
+    """A count of calls, a plain number, that sets a temperature and every third time skips the layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.w = torch.nn.Parameter(leaf(D, D, seed=1).detach())
+
+    def forward(self, x):
+        self.calls += not doing_recompute()
+        call = decided(lambda: self.calls)
+        return x if call % 3 == 0 else torch.softmax(x @ self.w * call, -1)
+
+    def state(self):
+        return self.calls
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Balanced, lambda: Normed(0.1), lambda: Normed(None), Spectral, Warming],
+    ids=["balanced", "batch norm", "cumulative batch norm", "spectral norm", "call count"],
+)
+@pytest.mark.parametrize("way", [*WAYS, ENGINES[1]])
+def test_state_moves_once_a_forward_whether_or_not_a_backward_follows(way, make):
+    def scenario(way):
+        module, seen = make(), []
+        for step in range(4):
+            x = leaf(T, D, seed=step)
+            y = way(module, x)
+            seen.append(module.state())
+            if step != 1:
+                y.square().sum().backward()
+            seen += [module.state(), y.detach(), x.grad]
+        return seen, [p.grad for p in module.parameters()]
+
+    agree(scenario, way)
+
+
+# Randomness that is not torch's default generator (pytorch PR 14253, issue 121212, transformers PR 11582)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("way", [*WAYS, ENGINES[1]])
+def test_draws_from_python_numpy_and_private_generators(way, seed):
+    def scenario(way):
+        python, private, w = random.Random(seed), Source(seed), leaf(D, D)
+        numpy = np.random.default_rng(seed)
+        given = {"h": [leaf(T, D, seed=1), "tag"], "none": None}
+
+        def draw(shape):
+            return python.random() < 0.5, numpy.normal(size=shape), private.integers(2, *shape)
+
+        def layer(given):
+            x = given["h"][0]
+            skip, noise, mask = decided(lambda: draw(x.shape))
+            y = torch.tanh(x @ w + torch.as_tensor(noise, dtype=x.dtype)) * mask
+            return {"h": [y.sin() if skip else y.exp(), given["h"][1]], "aux": None}
+
+        out = way(layer, given)
+        assert out["h"][1] == "tag"
+        assert out["aux"] is None
+        out["h"][0].square().sum().backward()
+        return given["h"][0].grad, w.grad, python.random(), numpy.random(), private.asked
+
+    agree(scenario, way)
+
+
+@pytest.mark.parametrize("way", [*WAYS, ENGINES[1]])
+def test_dropout_after_a_noisy_decision_drops_the_same(way):
+    def scenario(way):
+        x, w = leaf(T, D), leaf(D, D, seed=1)
+
+        def layer(x):
+            x = dropout(x, 0.5)
+            idx = decided(lambda: (x + torch.randn(x.shape)).argmax(-1, keepdim=True))
+            x = dropout(x @ w, 0.5) * idx
+            keep = recompute_once(lambda: torch.rand(x.shape) < 0.7)
+            return dropout(torch.tanh(x) * keep, 0.5)
+
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            y = way(layer, way(layer, x))
+            torch.rand(5)
+            y.square().sum().backward()
+            return y.detach(), x.grad, w.grad, torch.rand(3)
+
+    agree(scenario, way)
+
+
+# What was in force at the forward (pytorch issues 84864, 71124 and 141896, NeMo Automodel PR 3513)
+
+
+def autocast(dtype=torch.bfloat16, **options):
+    return torch.autocast("cpu", dtype=dtype, **options)
+
+
+@contextlib.contextmanager
+def switched(read, write, value):
+    before = read()
+    write(value)
+    try:
+        yield
+    finally:
+        write(before)
+
+
+def default_dtype(dtype):
+    return switched(torch.get_default_dtype, torch.set_default_dtype, dtype)
+
+
+def deterministic():
+    return switched(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True)
+
+
+AMBIENT = {
+    "autocast": lambda: autocast(),
+    "autocast float16": lambda: autocast(torch.float16),
+    "autocast without cache": lambda: autocast(cache_enabled=False),
+    "default dtype": lambda: default_dtype(torch.float64),
+    "default device": lambda: torch.device("meta"),
+    "deterministic": deterministic,
+    "mkldnn off": lambda: switched(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False),
+    "sdpa": lambda: sdpa_kernel([SDPBackend.MATH]),
+    "nothing": contextlib.nullcontext,
+}
+
+
+def sensitive(x, w):
+    """Computes otherwise under every setting of AMBIENT."""
+    h = x @ w
+    p = torch.arange(T) / 7
+    scale = 2.0 if p.device.type == "meta" else 1.0
+    scale += 4.0 * torch.are_deterministic_algorithms_enabled() + 8.0 * torch.backends.mkldnn.enabled
+    scale += 16.0 * torch.backends.cuda.flash_sdp_enabled()
+    h = torch.tanh(h.to(p.dtype) * scale) @ w.to(p.dtype)
+    return scaled_dot_product_attention(*[h.float()[None, None]] * 3)
+
+
+@pytest.mark.parametrize("inside", AMBIENT)
+@pytest.mark.parametrize("outside", ["nothing", "autocast", "default dtype", "default device"])
+def test_settings_of_the_forward_hold_in_the_recompute(inside, outside):
+    def scenario(way):
+        x, w = leaf(T, D, seed=1), leaf(D, D)
+        with AMBIENT[inside]():
+            y = way(sensitive, x, w)
+        with AMBIENT[outside]():  # what happens to be in force at the backward
+            y.backward(torch.ones(1, 1, T, D, device="cpu"))
+            after = torch.get_default_dtype(), torch.empty(0).device.type, torch.is_autocast_enabled("cpu")
+        return y.detach(), x.grad, w.grad, after
+
+    agree(scenario)
+
+
+@pytest.mark.parametrize("setting", [name for name in AMBIENT if name not in ("nothing", "autocast without cache")])
+def test_the_sensitive_layer_is_sensitive(setting):
+    x, w = leaf(T, D, seed=1), leaf(D, D)
+    before = sensitive(x, w)
+    with AMBIENT[setting]():
+        assert not torch.equal(sensitive(x, w), before)
+
+
+@pytest.mark.parametrize("history", ["none", "no_grad", "grad"])
+@pytest.mark.parametrize("way", [*WAYS, ENGINES[1]])
+def test_autocast_whatever_its_cache_holds(way, history):
+    """The same under nested autocast of other dtypes, inside and outside the region."""
+
+    def scenario(way):
+        x, lin, source = leaf(T, D), torch.nn.utils.skip_init(torch.nn.Linear, D, D), Source()
+        lin.load_state_dict({"weight": leaf(D, D, seed=1).detach(), "bias": leaf(D, seed=2).detach()})
+        aux = 0.0
+
+        def layer(x):
+            y = lin(x) * decided(lambda: source.integers(4, T, 1))
+            with autocast(torch.float16):
+                y = torch.tanh(lin(y))
+            with autocast(enabled=False):
+                return lin(y.float())
+
+        with autocast(torch.float16), autocast():
+            if history == "no_grad":
+                with torch.no_grad():
+                    lin(x)
+            if history == "grad":
+                aux = lin(x).float().sum()
+            y = way(layer, x)
+        (y.square().sum() + aux).backward()
+        # The cached cast of the weight collects its uses before they are rounded, so they round otherwise.
+        return x.grad, y.detach(), [torch.round(p.grad / p.grad.abs().max(), decimals=1) for p in lin.parameters()]
+
+    agree(scenario, way)
+
+
+# Objects that the layer fills (transformers PR 46572, pytorch issue 155171)
+
+
+def test_a_growing_cache_grows_once():
+    def scenario(way):
+        w, x, cache = leaf(D, D, seed=1), leaf(3 * T, D), collections.defaultdict(lambda: collections.deque(maxlen=2))
+
+        def layer(name, x):
+            key = x @ w
+            if not doing_recompute():
+                cache[name].append(key)
+            (known,) = save_for_recompute(len(cache[name]) - 1)
+            keys = torch.cat([*list(cache[name])[:known], key])
+            return torch.softmax(x @ keys.T, -1) @ keys
+
+        y = [way(layer, name, part) for name, part in zip("aab", x.split(T), strict=True)]
+        torch.cat(y).square().sum().backward()
+        return x.grad, w.grad, [len(cache[name]) for name in "ab"]
+
+    agree(scenario)
+
+
+def test_a_static_cache_written_in_place():
+    def scenario(way):
+        w, x, cache, end = leaf(D, D, seed=1), leaf(2 * T, D), torch.zeros(2 * T, D), [0]
+
+        def layer(x):
+            key = x @ w
+            start = decided(lambda: end[0])
+            if not doing_recompute():
+                cache[start : start + T] = key.detach()
+                end[0] = start + T
+            keys = torch.cat([cache[:start].clone(), key])
+            return torch.softmax(x @ keys.T, -1) @ keys
+
+        torch.cat([way(layer, part) for part in x.split(T)]).square().sum().backward()
+        return x.grad, w.grad, cache, end
+
+    agree(scenario)
+
+
+# Values that change between forward and backward (pytorch issues 166926 and 121212, anemoi-core issue 1330)
+
+
+@pytest.mark.parametrize("way", [*WAYS, ENGINES[1]])
+def test_containers_and_attributes_may_change_after_the_forward(way):
+    def scenario(way):
+        x, w, counts, limit = leaf(T, D), leaf(D, D, seed=1), np.arange(3), {"mean": -1e9, "k": 2}
+        cfg, tags, hidden = {"temp": [1.0]}, ["a", "b"], [leaf(T, D, seed=2)]
+        kept = hidden[0]
+
+        def layer(x, cfg, *, tags, hidden):
+            plan = decided(lambda: (limit["k"], bool(x.mean() > limit["mean"]), counts, tags, None))
+            k, branch, saved_counts, saved_tags, nothing = plan
+            assert (type(k), type(branch), nothing, saved_tags) == (int, bool, None, ["a", "b"])
+            y = torch.softmax(x @ w / cfg["temp"][0], -1).topk(k, -1).values.sum(-1, keepdim=True)
+            y = y * len(tags) * float(saved_counts.sum()) * hidden[0]
+            return y.sin() if branch else y.exp()
+
+        y = way(layer, x, cfg, tags=tags, hidden=hidden)
+        limit |= {"mean": 1e9, "k": 3}
+        cfg["temp"][0] = 5.0
+        tags.clear()
+        hidden.clear()
+        counts *= 7
+        y.square().sum().backward()
+        return x.grad, w.grad, kept.grad
+
+    agree(scenario, way)
+
+
+@pytest.mark.parametrize("place", ["positional", "keyword", "nested", "deeper"])
+@pytest.mark.parametrize("change", [lambda t: t.add_(1), lambda t: t[0].zero_(), lambda t: t.view(-1).mul_(2)],
+                         ids=["whole", "a row", "through a view"])  # fmt: skip
+def test_an_argument_written_in_place_is_an_error(place, change):
+    def layer(x, other=None, **more):
+        while isinstance(other, (list, dict)):
+            other = other[0]
+        return torch.exp(x * other)
+
+    def scenario(way):
+        x, other = leaf(T, D), leaf(T, D, seed=1, grad=False)
+        calls = {
+            "positional": lambda: way(layer, x, other),
+            "keyword": lambda: way(layer, x, other=other),
+            "nested": lambda: way(layer, x, [other]),
+            "deeper": lambda: way(layer, x, other={0: [other]}, mask=None),
+        }
+        y = calls[place]()
+        change(other)
+        y.sum().backward()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        scenario(plain)
+    with pytest.raises(MutationError, match="input was changed in place"):
+        scenario(checkpoint)
+
+
+# Evaluation between forward and backward (Megatron-LM PR 7030, trl PR 4636, pytorch PR 174327 and 161164)
+
+
+@pytest.mark.parametrize("trained", ["both", "weights", "inputs", "neither"])
+@pytest.mark.parametrize("way", [*WAYS, ENGINES[1]])
+def test_evaluation_does_not_disturb_a_pending_backward(way, trained):
+    def scenario(way):
+        x = leaf(T, D, grad=trained in ("both", "inputs"))
+        w = leaf(D, D, seed=1, grad=trained in ("both", "weights"))
+        source, module = Source(), torch.nn.Dropout(0.5).eval()
+
+        def layer(x):
+            idx = decided(lambda: source.integers(D, len(x), 1))
+            return module(torch.tanh(x @ w)) * torch.softmax(x @ w, -1).gather(1, idx)
+
+        y = way(layer, x)
+        with torch.no_grad():
+            seen = [way(layer, torch.ones(4, D))]
+        with torch.inference_mode():
+            z = way(layer, torch.ones(3, D))
+            seen.append(z + 0)
+        assert z.is_inference()
+        assert source.asked == 3
+        if y.requires_grad:
+            y.square().sum().backward()
+        return y.detach(), x.grad, w.grad, seen, source.asked, y.requires_grad or trained == "neither"
+
+    agree(scenario, way, recomputes=trained != "neither")
+
+
+def test_inference_tensors_are_saved_and_given_back():
+    def scenario(way):
+        x, w = leaf(T, D), leaf(D, D, seed=1)
+        with torch.inference_mode():
+            table = torch.ones(D, 1) * 2
+
+        def layer(x):
+            with torch.inference_mode():
+                idx = decided(lambda: (x @ w).argmax(-1, keepdim=True))
+            return torch.tanh(x @ w) * (idx.clone() + table[0].item())
+
+        way(layer, x).square().sum().backward()
+        return x.grad, w.grad
+
+    agree(scenario)
+
+
+def test_nothing_is_saved_without_gradient():
+    held = []
+
+    def layer(x):
+        held.append(save_for_recompute(x.argmax(-1))[0])
+        return x
+
+    x = leaf(T, D, grad=False)
+    with torch.no_grad():
+        checkpoint(layer, x)
+    same(held, [x.argmax(-1)])

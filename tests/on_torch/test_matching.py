@@ -1,0 +1,366 @@
+"""R10: what the phases may do differently, what they may not, and how much of the layer is run again."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from roundpipe_torch import (
+    CheckpointMismatchError,
+    MismatchError,
+    checkpoint,
+    doing_recompute,
+    get_recompute_data,
+    recompute_once,
+    save_for_recompute,
+)
+
+
+def leaves(seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(6, 6, generator=generator).requires_grad_() for _ in range(4)]
+
+
+def compare(layer, plain=None) -> None:
+    """`layer` under checkpoint has bitwise the gradients of `plain` (default: itself) without."""
+    want, got = leaves(), leaves()
+    (plain or layer)(*want).square().sum().backward()
+    checkpoint(layer, *got).square().sum().backward()
+    for g, w in zip(got, want, strict=True):
+        assert (g.grad is None) == (w.grad is None)
+        assert g.grad is None or torch.equal(g.grad, w.grad)
+
+
+class Box:
+    aux = None
+
+
+BOX = Box()
+
+
+def gate_in_forward_only(x, gate, up, down):
+    if doing_recompute():
+        (top,) = get_recompute_data()
+    else:
+        top = torch.softmax(x @ gate, -1).topk(2).indices
+        save_for_recompute(top)
+    return torch.tanh(x @ up).gather(1, top) @ down[:2]
+
+
+def topk_values_in_forward_gather_in_recompute(x, gate, up, down):
+    scores = torch.softmax(x @ gate, -1)
+    if doing_recompute():
+        (top,) = get_recompute_data()
+        weights = scores.gather(1, top)
+    else:
+        weights, top = scores.topk(2)
+        save_for_recompute(top)
+    return torch.tanh(x @ up) @ down * weights.sum(-1, keepdim=True)
+
+
+def narrow_topk(x, gate, up, down):
+    scores = torch.softmax(x @ gate, -1)
+    if doing_recompute():
+        (top,) = get_recompute_data()
+        weights = scores.gather(1, top.long())
+    else:
+        weights, top = scores.topk(2)
+        save_for_recompute(top.to(torch.int16))
+    return torch.tanh(x @ up) @ down * weights.sum(-1, keepdim=True)
+
+
+def sorted_in_forward(x, gate, up, down):
+    h = x @ gate
+    if doing_recompute():
+        (order,) = get_recompute_data()
+        ranked = h.gather(1, order)
+    else:
+        ranked, order = h.sort(-1)
+        save_for_recompute(order)
+    return torch.tanh(ranked @ up) @ down
+
+
+def statistic_in_forward(x, gate, up, down):
+    (scale,) = save_for_recompute(2.0)
+    if not doing_recompute():
+        seen = torch.sin(x).mean() + (x @ gate).exp().sum()
+        del seen
+    return torch.exp(torch.cos(x * scale) @ up) @ down
+
+
+def statistic_in_recompute(x, gate, up, down):
+    if doing_recompute():
+        (scale,) = get_recompute_data()
+        torch.sin(x).mean()
+    else:
+        scale = 2.0
+        save_for_recompute(scale)
+    return torch.exp(torch.cos(x * scale))
+
+
+def statistic_in_a_local_of_the_recompute(x, gate, up, down):
+    if doing_recompute():
+        (scale,) = get_recompute_data()
+        seen = torch.sin(x).mean()
+    else:
+        scale = seen = 2.0
+        save_for_recompute(scale)
+    y = torch.sin(torch.sin(torch.sin(x * scale)))
+    del seen
+    return y
+
+
+def statistic_in_the_middle_of_the_recompute(x, gate, up, down):
+    again = doing_recompute()
+    (scale,) = save_for_recompute(2.0)
+    h = torch.sin(x * scale)
+    seen = torch.sin(h) if again else None
+    h = torch.sin(h)
+    h = torch.sin(h)
+    assert seen is None or seen.shape == h.shape
+    return h
+
+
+def statistic_kept_by_both(x, gate, up, down):
+    h = x @ gate
+    BOX.aux = h.exp().sum()
+    (top,) = save_for_recompute(h.detach().argmax(-1, keepdim=True))
+    return torch.tanh(x @ up).gather(1, top) @ down[:1]
+
+
+def statistic_kept_by_forward(x, gate, up, down):
+    if doing_recompute():
+        (top,) = get_recompute_data()
+    else:
+        h = x @ gate
+        BOX.aux = h.exp().sum()
+        (top,) = save_for_recompute(h.detach().argmax(-1, keepdim=True))
+    return torch.tanh(x @ up).gather(1, top) @ down[:1]
+
+
+def cycle_in_the_decision(x, gate, up, down):
+    if doing_recompute():
+        (top,) = get_recompute_data()
+    else:
+        ring: list = [torch.softmax(x @ gate, -1)]
+        ring.append(ring)
+        (top,) = save_for_recompute(ring[0].detach().argmax(-1, keepdim=True))
+    return torch.tanh(torch.exp(x @ up).gather(1, top)) @ down[:1]
+
+
+def cycle_in_the_recompute(x, gate, up, down):
+    (top,) = save_for_recompute(x.detach().argmax(-1, keepdim=True))
+    if doing_recompute():
+        ring: list = [torch.softmax(x @ gate, -1)]
+        ring.append(ring)
+    return torch.tanh(torch.exp(x @ up).gather(1, top)) @ down[:1]
+
+
+def two_decisions(x, gate, up, down):
+    (first,) = save_for_recompute((x @ gate).argmax(-1, keepdim=True), name="first")
+    h = torch.tanh(x @ up).gather(1, first)
+    if doing_recompute():
+        (second,) = get_recompute_data("second")
+    else:
+        second = torch.softmax(h @ down[:1], -1).topk(3).indices
+        save_for_recompute(second, name="second")
+    return (h @ down[:1]).gather(1, second).exp()
+
+
+def once(x, gate, up, down):
+    top = recompute_once(lambda: torch.softmax(x @ gate, -1).topk(2).indices)
+    return torch.tanh(x @ up).gather(1, top) @ down[:2]
+
+
+DIFFERENT = [
+    gate_in_forward_only,
+    topk_values_in_forward_gather_in_recompute,
+    narrow_topk,
+    sorted_in_forward,
+    statistic_in_forward,
+    statistic_in_recompute,
+    statistic_in_a_local_of_the_recompute,
+    statistic_in_the_middle_of_the_recompute,
+    statistic_kept_by_both,
+    statistic_kept_by_forward,
+    cycle_in_the_decision,
+    cycle_in_the_recompute,
+    two_decisions,
+    once,
+]
+
+
+@pytest.mark.parametrize("layer", DIFFERENT)
+def test_phases_that_differ_around_the_decision(layer) -> None:
+    compare(layer)
+
+
+@pytest.mark.parametrize("layer", DIFFERENT)
+def test_the_same_inside_another_region(layer) -> None:
+    compare(lambda *args: torch.cos(checkpoint(layer, *args)), lambda *args: torch.cos(layer(*args)))
+
+
+@pytest.mark.parametrize("layer", DIFFERENT)
+def test_double_backward(layer) -> None:
+    def second(call, args):
+        y = call(*args)
+        (g,) = torch.autograd.grad(y.square().sum(), args[0], create_graph=True)
+        g.square().sum().backward()
+        return [a.grad for a in args]
+
+    want = second(layer, leaves())
+    got = second(lambda *args: checkpoint(layer, *args), leaves())
+    for g, w in zip(got, want, strict=True):
+        assert (g is None) == (w is None)
+        assert g is None or torch.equal(g, w)
+
+
+def test_a_cycle_kept_alive_does_no_harm_without_the_collector() -> None:
+    gc.disable()
+    try:
+        compare(cycle_in_the_decision)
+        compare(cycle_in_the_recompute)
+    finally:
+        gc.enable()
+
+
+def test_aux_of_both_phases_in_the_loss() -> None:
+    def loss(call, args):
+        (call(*args).square().sum() + BOX.aux).backward()
+        return [a.grad for a in args]
+
+    want = loss(statistic_kept_by_both, leaves())
+    got = loss(lambda *args: checkpoint(statistic_kept_by_both, *args), leaves())
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+def test_aux_of_the_forward_alone_in_the_loss_is_an_error_that_tells_both_sides() -> None:
+    y = checkpoint(statistic_kept_by_forward, *leaves(), debug=True)
+    with pytest.raises(CheckpointMismatchError) as caught:
+        (y.square().sum() + BOX.aux).backward()
+    text = str(caught.value)
+    first, *rest = text.splitlines()
+    assert first.startswith("layer 'statistic_kept_by_forward (")
+    assert "backward needs float32[6, 6] on cpu, saved by the forward as number 2" in first
+    assert any(line.strip().startswith("forward saved: 10 tensors") for line in rest)
+    assert any(line.strip().startswith("recompute saved: 7 tensors") for line in rest)
+    assert f"at {__file__}:" in text
+    assert "way out:" in text
+    assert "self.aux = logits.sum()" in text
+    assert isinstance(caught.value, MismatchError)
+    assert isinstance(caught.value, torch.utils.checkpoint.CheckpointError)
+    assert doing_recompute() is False
+
+
+@pytest.mark.parametrize("extra", ["start", "middle"])
+def test_a_live_statistic_of_one_phase_is_never_silently_wrong(extra: str) -> None:
+    """Same shapes everywhere: which tensor is the extra one cannot be told from metadata."""
+
+    def layer(x, gate, up, down):
+        again = doing_recompute()
+        (scale,) = save_for_recompute(2.0)
+        if again and extra == "start":
+            BOX.aux = torch.sin(x)
+        h = torch.sin(x * scale)
+        if again and extra == "middle":
+            BOX.aux = torch.sin(h)
+        return torch.sin(torch.sin(h))
+
+    try:
+        compare(layer)
+    except CheckpointMismatchError as error:
+        assert "recompute saved: 4 tensors" in str(error)
+
+
+def test_different_shapes_are_an_error() -> None:
+    def layer(x):
+        return torch.exp(x[:2] if doing_recompute() else x).sum()
+
+    y = checkpoint(layer, torch.ones(4, requires_grad=True))
+    with pytest.raises(CheckpointMismatchError, match=r"backward needs float32\[4\] on cpu"):
+        y.backward()
+
+
+def test_determinism_check_none_takes_what_comes() -> None:
+    def layer(x):
+        return (x * (x.detach() if not doing_recompute() else x.detach().double())).sum()
+
+    def step(**options):
+        x = torch.ones(4, requires_grad=True)
+        checkpoint(layer, x, **options).backward()
+        return x.grad
+
+    with pytest.raises(CheckpointMismatchError):
+        step()
+    assert torch.equal(step(determinism_check="none"), torch.ones(4))
+
+
+# How much is run again
+
+
+def flops(run) -> int:
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
+
+
+def mlp(x, gate, up, down):
+    return torch.tanh(x @ gate) @ up @ down
+
+
+def moe(x, gate, up, down):
+    if doing_recompute():
+        (top,) = get_recompute_data()
+    else:
+        top = torch.softmax(x @ gate, -1).topk(2).indices
+        save_for_recompute(top)
+    return (torch.tanh(x @ up) * top.sum(-1, keepdim=True)) @ down
+
+
+ONE = 2 * 6 * 6 * 6  # a product of two 6 x 6 matrices
+
+
+def test_recompute_stops_before_the_last_product() -> None:
+    def step(call):
+        return lambda: call(mlp, *leaves()).sum().backward()
+
+    plain = flops(step(lambda f, *a: f(*a)))
+    torchs = flops(step(lambda f, *a: torch_checkpoint(f, *a, use_reentrant=False)))
+    ours = flops(step(checkpoint))
+    assert plain == 9 * ONE
+    assert ours == torchs == plain + 2 * ONE  # not the third: nothing after it is saved
+    assert flops(step(lambda f, *a: checkpoint(f, *a, early_stop=False))) == plain + 3 * ONE
+
+
+def test_recompute_is_torchs_less_the_decision() -> None:
+    def step(call):
+        return lambda: call(moe, *leaves()).sum().backward()
+
+    plain = flops(step(lambda f, *a: f(*a)))
+    ours = flops(step(checkpoint))
+    assert plain == 3 * ONE + 4 * ONE
+    assert ours == plain + ONE  # neither the gate nor the last product
+
+
+def test_torchs_switch_for_early_stop_is_honoured() -> None:
+    with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+        ours = flops(lambda: checkpoint(mlp, *leaves()).sum().backward())
+    assert ours == 12 * ONE
+
+
+def test_a_layer_that_catches_everything_gets_its_gradient() -> None:
+    def layer(x, gate, up, down):
+        try:
+            h = torch.tanh(x @ gate)
+        except Exception:  # as torch's early stop would be caught here
+            h = x * 0
+        try:
+            return h.exp()
+        except BaseException:
+            return x * 0
+
+    compare(layer)
