@@ -6,6 +6,7 @@ Nothing is bundled and nothing is downloaded. Needs numpy only, so that a model 
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,9 +54,11 @@ def read_text(limit: int = 16_000_000, folder: Path | None = None) -> Text:
 
 def sources(folder: Path) -> list[Path]:
     """Source files below `folder`, sorted, without tests and installed packages."""
-    found = (path.relative_to(folder) for path in folder.rglob("*.py"))
-    kept = (path for path in found if not _LEFT_OUT.intersection(path.parts[:-1]))
-    return [folder / path for path in sorted(kept, key=lambda path: path.parts)]
+    found: list[Path] = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        found += [Path(place, name) for name in names if name.endswith(".py")]
+    return sorted(found, key=lambda path: path.relative_to(folder).parts)
 
 
 def batches(tokens: np.ndarray, batch: int, length: int, count: int, seed: int) -> Iterator[np.ndarray]:

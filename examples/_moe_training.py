@@ -77,7 +77,7 @@ class Trainee:
     model: LanguageModel
     optimizer: torch.optim.Optimizer
     random: Tensor  # the state of torch's generator: every way draws the same numbers
-    plans: dict[str, list[tuple[int, Tensor]]] = field(default_factory=lambda: {"forward": [], "backward": []})
+    chosen: dict[str, list[tuple[int, np.ndarray]]] = field(default_factory=lambda: {"forward": [], "backward": []})
     steps: list[Step] = field(default_factory=list)
     bytes_held: list[int] = field(default_factory=list)  # for each layer, by all that its forward made
     bytes_saved: list[int] = field(default_factory=list)  # for each layer, the routing plan alone
@@ -113,10 +113,10 @@ def train_step(trainee: Trainee, batch_BL: np.ndarray, settings: Settings) -> St
 
     with _random_numbers_of(trainee), _verify_warnings() as warned:
         start = time.perf_counter()
-        with _listening(trainee, "forward"), _autocast(settings), _metering(trainee, first):
+        with _listening(trainee, "forward"), _autocast(settings), _metered(model, first) as meters:
             loss = model(tokens[:, :-1], tokens[:, 1:])
         if first:
-            trainee.bytes_held = [meter.bytes_alive() for meter in model.meters]
+            trainee.bytes_held = [meter.bytes_alive() for meter in meters]
         with _listening(trainee, "backward"):
             loss.backward()
         if first:
@@ -132,8 +132,8 @@ def train_step(trainee: Trainee, batch_BL: np.ndarray, settings: Settings) -> St
     step = Step(
         loss=loss.item(),
         seconds=seconds,
-        decided_forward=len(trainee.plans["forward"]),
-        decided_backward=len(trainee.plans["backward"]),
+        decided_forward=len(trainee.chosen["forward"]),
+        decided_backward=len(trainee.chosen["backward"]),
         flipped=_flipped(trainee),
         reported=_reported(warned),
     )
@@ -169,10 +169,10 @@ def _random_numbers_of(trainee: Trainee) -> Iterator[None]:
 @contextmanager
 def _listening(trainee: Trainee, phase: str) -> Iterator[None]:
     """Take down every decision made meanwhile: which layer, and the experts of each token."""
-    heard = trainee.plans[phase] = []
+    heard = trainee.chosen[phase] = []
 
     def hear(layer: int, plan: Plan) -> None:
-        heard.append((layer, plan[0]))
+        heard.append((layer, plan[0].numpy().copy()))
         if not trainee.steps and phase == "forward":
             trainee.bytes_saved.append(sum(tensor.nbytes for tensor in plan))
 
@@ -199,11 +199,9 @@ def _verify_warnings() -> Iterator[list[VerifyWarning]]:
 
 
 def _flipped(trainee: Trainee) -> list[int]:
-    before = dict(trainee.plans["forward"])
-    return [
-        int((again != before[layer]).any(-1).sum())
-        for layer, again in sorted(trainee.plans["backward"], key=lambda decided: decided[0])
-    ]
+    before = dict(trainee.chosen["forward"])
+    again = sorted(trainee.chosen["backward"], key=lambda decided: decided[0])
+    return [int((chosen_TK != before[layer]).any(-1).sum()) for layer, chosen_TK in again]
 
 
 def _reported(warned: list[VerifyWarning]) -> dict[str, int]:
@@ -217,21 +215,24 @@ def _reported(warned: list[VerifyWarning]) -> dict[str, int]:
 
 
 @contextmanager
-def _metering(trainee: Trainee, wanted: bool) -> Iterator[None]:
-    model = trainee.model
+def _metered(model: LanguageModel, wanted: bool) -> Iterator[list[Meter]]:
+    """Run each block under a meter of its own."""
     if not wanted:
-        yield
+        yield []
         return
     plain = model.run_block
-    model.meters = [Meter() for _ in plain]
-    model.run_block = [partial(_metered, meter, run) for meter, run in zip(model.meters, plain, strict=True)]
-    yield
+    meters = [Meter() for _ in plain]
+    model.run_block = [partial(_run_under, meter, run) for meter, run in zip(meters, plain, strict=True)]
+    yield meters
     model.run_block = plain
 
 
-def _metered(meter: Meter, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _run_under(meter: Meter, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     with meter:
         return run(x)
+
+
+_Storages = dict[int, "weakref.ref[torch.UntypedStorage]"]
 
 
 class Meter(TorchDispatchMode):
@@ -239,21 +240,23 @@ class Meter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._older: set[int] = set()
+        self._made: _Storages = {}
+        self._found: _Storages = {}  # made before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in _tensors((args, kwargs)):
-            storage = tensor.untyped_storage()
-            known = self._made.get(storage._cdata)
-            if known is None or known() is None:
-                self._older.add(storage._cdata)
+            self._note(tensor, self._found, unless=self._made)
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._older:
-                self._made[storage._cdata] = weakref.ref(storage)
+            self._note(tensor, self._made, unless=self._found)
         return result
+
+    @staticmethod
+    def _note(tensor: Tensor, storages: _Storages, unless: _Storages) -> None:
+        storage = tensor.untyped_storage()
+        known = unless.get(storage._cdata)
+        if known is None or known() is None:
+            storages[storage._cdata] = weakref.ref(storage)
 
     def bytes_alive(self) -> int:
         """Bytes of the storages that something still holds."""

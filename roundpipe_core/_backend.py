@@ -8,7 +8,16 @@ from typing import Any, Protocol
 
 from ._errors import Flip
 
-__all__ = ["Backend", "backend_of", "compare", "expand", "nbytes", "outside_saves", "register_backend", "without_gradient"]
+__all__ = [
+    "Backend",
+    "backend_of",
+    "compare",
+    "expand",
+    "nbytes",
+    "outside_saves",
+    "register_backend",
+    "without_gradient",
+]
 
 
 class Backend(Protocol):

@@ -26,9 +26,10 @@ class Node:
     __slots__ = ("build", "children", "keys", "kind")
 
     def __init__(
-        self, kind: type, build: Callable[[list[Any]], Any], children: tuple[Spec, ...], keys: Sequence[str]
+        self, kind: type, build: Callable[[list[Any]], Any], children: tuple[Spec, ...], keys: Sequence[str] | None
     ) -> None:
-        self.kind, self.build, self.children, self.keys = kind, build, children, keys
+        self.kind, self.build, self.children = kind, build, children
+        self.keys = keys  # how each child is reached; None: by its index
 
 
 class _Leaf:
@@ -67,44 +68,41 @@ def unflatten(spec: Spec, leaves: Iterator[Any]) -> Any:
 def paths(spec: Spec, at: str = "") -> Iterator[str]:
     """Where each leaf sits, as an index expression: ``[0]['idx']``."""
     if isinstance(spec, Node):
-        for key, child in zip(spec.keys, spec.children, strict=True):
+        keys = spec.keys or [f"[{n}]" for n in range(len(spec.children))]
+        for key, child in zip(keys, spec.children, strict=True):
             yield from paths(child, at + key)
     else:
         yield at
 
 
-_Opened = tuple[Sequence[Any], Callable[[list[Any]], Any], Sequence[str]]
+_Opened = tuple[Sequence[Any], Callable[[list[Any]], Any], Sequence[str] | None]
 
 
 def _open(value: Any, expand: Expand | None) -> _Opened | None:
     kind = type(value)
     if kind is tuple:
-        return value, tuple, _indices(value)
+        return value, tuple, None
     if kind is list:
-        return value, _same, _indices(value)
+        return value, _same, None
     if isinstance(value, dict):
         return _open_dict(value)
     if isinstance(value, tuple):
         make = getattr(kind, "_make", None) or kind
-        return value, make, _indices(value)
+        return value, make, None
     if isinstance(value, list):
-        return value, _refill_list(value), _indices(value)
+        return value, _refill_list(value), None
     if isinstance(value, (set, frozenset)):
         return list(value), kind, [f"{{{n}}}" for n in range(len(value))]
     if isinstance(value, collections.deque):
-        return list(value), lambda items: kind(items, value.maxlen), _indices(value)
+        return list(value), lambda items: kind(items, value.maxlen), None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _open_dataclass(value)
     opened = expand(value) if expand else None
-    return opened and (opened[0], opened[1], _indices(opened[0]))
+    return opened and (*opened, None)
 
 
 def _same(items: list[Any]) -> list[Any]:
     return items
-
-
-def _indices(value: Sequence[Any] | collections.deque[Any]) -> list[str]:
-    return [f"[{n}]" for n in range(len(value))]
 
 
 def _open_dict(value: dict[Any, Any]) -> _Opened:

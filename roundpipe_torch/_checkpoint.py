@@ -159,12 +159,15 @@ def run_region(
 
 
 def _run_untracked(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase, slot: Slot, options: Options
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    phase: Phase,
+    slot: Slot,
+    options: Options,
 ) -> Any:
     """A region without a graph of its own inside one that will be recomputed (R8)."""
-    generators = (
-        Generators(generators_of(function, (*args, *kwargs.values()))) if options.preserve_rng_state else None
-    )
+    generators = Generators(generators_of(function, (*args, *kwargs.values()))) if options.preserve_rng_state else None
     run = TorchRun(phase, slot, None, generators)
     outer = thread.run
     thread.run = run
@@ -255,8 +258,8 @@ def recompute_contexts(label: str = "recompute_contexts") -> _Contexts:
     >>> y.sum().backward()
 
     For code where only `context_fn` can be passed. Torch matches saved tensors by position and count, so there both
-    phases must save the same tensors: keep the decision under `torch.no_grad()` or detached, as above. The seed's style,
-    with a differentiable gate in the forward branch only, needs `roundpipe_torch.checkpoint`. The random numbers of a
+    phases must save the same tensors: keep the decision under `torch.no_grad()` or detached, as above. A layer with a
+    differentiable gate in its forward branch only needs `roundpipe_torch.checkpoint`. The random numbers of a
     skipped decision are not made up for either (R7).
 
     Args:

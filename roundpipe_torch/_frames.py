@@ -81,7 +81,8 @@ class TorchRun(Run):
 
 class Inputs:
     """The arguments of a region. Tensors, wherever they sit, are kept as autograd keeps saved tensors: their version is
-    checked, saved-tensor hooks around the region see them, and an outer region does not keep them alive."""
+    checked, saved-tensor hooks around the region see them, and an outer region does not keep them alive.
+    """
 
     __slots__ = ("_kept", "_names", "_positional", "_specs")
 
@@ -179,7 +180,7 @@ class Frame:
     """One call of a region."""
 
     __slots__ = (
-        "__weakref__", "_ambient", "_crowded", "_function", "_generators", "_inputs", "_lock", "_needed",
+        "__weakref__", "_ambient", "_crowded", "_function", "_generators", "_inputs", "_located", "_lock", "_needed",
         "_options", "_outputs", "_verified", "asked", "returned", "slot", "stop_at", "trace",
     )  # fmt: skip
 
@@ -202,7 +203,10 @@ class Frame:
         self.returned = False
         self.asked: Holder  # whom the recompute under way runs for
         self.stop_at = -1
-        self.trace = Trace(options.debug)
+        outer = thread.run
+        # What an outer layer learned of its phase may steer this one.
+        self._located = isinstance(outer, TorchRun) and outer.trace is not None and outer.trace.locating
+        self.trace = Trace(options.debug, self._located)
 
     def forward(self, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the region for the first time."""
@@ -334,7 +338,7 @@ class _Recompute:
 
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
-        self.trace = Trace(frame._options.debug)
+        self.trace = Trace(frame._options.debug, frame._located)
         self.done = False
         self._stop_segment = self._stop_offset = -1
         if frame.stop_at >= 0:

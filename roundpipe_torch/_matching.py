@@ -5,7 +5,8 @@ between two points where the phases may part: a question for the phase, a save, 
 forward, `R` those of the recompute.
 
 Two segments are *aligned* if they made the same packs at the same autograd nodes, counted from the segment's start, and,
-once the layer asked for its phase, in the same lines. In an aligned segment the same code ran, so position decides. Where they are not, only what is alive counts: what the
+once the layer asked for its phase, in the same lines. In an aligned segment the same code ran, so position decides.
+Where they are not, only what is alive counts: what the
 forward dropped (a gate that only decided) no backward can ask for, so the packs alive when each phase returned are
 matched, in order.
 """
@@ -55,12 +56,12 @@ class Trace:
 
     __slots__ = ("base", "live", "locating", "packs", "places", "refs", "starts")
 
-    def __init__(self, debug: bool) -> None:
+    def __init__(self, debug: bool, locating: bool) -> None:
         self.refs: list[Any] = []  # weak references to the holders
         self.packs: list[Saved] = []
         self.starts: list[int] = [0]
         self.base = node_count()
-        self.locating = False  # the layer knows its phase: from now on note which line makes a pack
+        self.locating = locating  # the layer knows its phase: from now on note which line makes a pack
         self.live: list[int] = []  # packs alive when the run was over
         self.places: list[str] | None = [] if debug else None
 
@@ -87,7 +88,9 @@ class Trace:
 
     def listed(self, which: list[int]) -> str:
         """Packs in words, a line each."""
-        lines = [f"    {n}: {self.packs[n]}{f' at {self.places[n]}' if self.places else ''}" for n in which[:_MOST_LISTED]]
+        lines = [
+            f"    {n}: {self.packs[n]}{f' at {self.places[n]}' if self.places else ''}" for n in which[:_MOST_LISTED]
+        ]
         if len(which) > _MOST_LISTED:
             lines.append(f"    and {len(which) - _MOST_LISTED} more")
         return "\n".join([f"{len(which)} tensors", *lines])

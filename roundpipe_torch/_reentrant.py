@@ -28,7 +28,12 @@ __all__ = ["reentrant"]
 
 
 def reentrant(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase, slot: Slot, options: Options
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    phase: Phase,
+    slot: Slot,
+    options: Options,
 ) -> Any:
     """Run `function` as a region of the second engine."""
     if options.contexts is not None or options.debug or options.verify != "off":
@@ -46,9 +51,7 @@ def reentrant(
     anchor = torch.empty(0, requires_grad=True)
     outputs = _Reentrant.apply(region, phase, anchor, *tensors)  # type: ignore[no-untyped-call]
     given = iter(outputs)
-    return unflatten(
-        region.output_spec, (next(given) if leaf is _TENSOR else leaf for leaf in region.output_leaves)
-    )
+    return unflatten(region.output_spec, (next(given) if leaf is _TENSOR else leaf for leaf in region.output_leaves))
 
 
 _TENSOR = object()
@@ -94,9 +97,7 @@ class _Reentrant(torch.autograd.Function):
         region.output_leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         outputs = tuple(leaf.detach() for leaf in given)
-        ctx.mark_non_differentiable(
-            *(out for out, leaf in zip(outputs, given, strict=True) if not leaf.requires_grad)
-        )
+        ctx.mark_non_differentiable(*(out for out, leaf in zip(outputs, given, strict=True) if not leaf.requires_grad))
         ctx.set_materialize_grads(False)
         return outputs
 

@@ -75,7 +75,7 @@ class Audit:
 
     def report(self, before: list[Any] | None, outputs: Any, how: str) -> None:
         """Say what differed, if anything."""
-        flips = tuple([*self.flips, *(self._outputs(before, outputs) if before is not None else ())])
+        flips = (*self.flips, *(self._outputs(before, outputs) if before is not None else ()))
         if not flips:
             return
         text = message(

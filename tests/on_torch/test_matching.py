@@ -257,7 +257,7 @@ def test_aux_of_the_forward_alone_in_the_loss_is_an_error_that_tells_both_sides(
 
 
 @pytest.mark.parametrize("extra", ["start", "middle"])
-def test_a_live_statistic_of_one_phase_is_never_silently_wrong(extra: str) -> None:
+def test_a_live_statistic_of_one_phase_is_told_from_the_rest_by_its_line(extra: str) -> None:
     """Same shapes everywhere: which tensor is the extra one cannot be told from metadata."""
 
     def layer(x, gate, up, down):
@@ -270,10 +270,7 @@ def test_a_live_statistic_of_one_phase_is_never_silently_wrong(extra: str) -> No
             BOX.aux = torch.sin(h)
         return torch.sin(torch.sin(h))
 
-    try:
-        compare(layer)
-    except CheckpointMismatchError as error:
-        assert "recompute saved: 4 tensors" in str(error)
+    compare(layer)
 
 
 def test_different_shapes_are_an_error() -> None:

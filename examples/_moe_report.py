@@ -1,0 +1,464 @@
+"""The results as a table in the terminal, as figures, and as one HTML file that needs no other."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from _moe_results import Results, Way
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+TITLES = {
+    "none": "no checkpointing",
+    "torch": "torch's checkpointing",
+    "ours": "ours",
+    "verify": "ours, verify",
+}
+COLORS = {"none": "#8a8f98", "torch": "#d1495b", "ours": "#1f6feb", "verify": "#2a9d6f"}  # apart for colour-blind eyes too
+
+
+def write(found: Results, folder: Path) -> list[Path]:
+    """Write report.html, report.json and the figures; return their paths."""
+    figures = draw(found)
+    written = [folder / "report.html", folder / "report.json"]
+    written[0].write_text(page(found, figures), encoding="utf-8")
+    written[1].write_text(json.dumps(found.as_json(), indent=1) + "\n", encoding="utf-8")
+    for figure in figures:
+        written.append(folder / f"{figure.name}.png")
+        written[-1].write_bytes(figure.png)
+    return written
+
+
+# Rows, for the terminal and the page alike
+
+
+class Row(NamedTuple):
+    """One quantity, for all ways."""
+
+    name: str
+    cell: Callable[[Way], str]
+
+
+def rows(found: Results) -> list[Row]:
+    return [
+        Row("training loss, last tenth of the steps", lambda way: f"{way.final_loss:.4f}"),
+        Row("loss on held-out text", lambda way: f"{way.held_out_loss:.4f}"),
+        Row("gradient of step 1, relative error", lambda way: _versus(way, way.gradient_error, percent=True)),
+        Row("loss, largest deviation", lambda way: _versus(way, way.loss_difference)),
+        Row("parameters, largest deviation at the end", lambda way: _versus(way, way.parameter_difference)),
+        Row("identical to the oracle, bit for bit", lambda way: _verdict(way)),
+        Row("routing decisions per layer and step", _decisions),
+        Row(f"of {found.tokens} tokens, routed otherwise in backward", _flips),
+        Row("bytes held per layer after forward", lambda way: _size(round(np.mean(way.bytes_held)))),
+        Row("of these the saved decision", lambda way: _size(way.bytes_saved) if way.bytes_saved else "–"),
+        Row("step time, relative", lambda way: f"{way.time_ratio:.2f}"),
+        Row("step time", lambda way: f"{way.seconds * 1000:.0f} ms"),
+    ]
+
+
+def _versus(way: Way, difference: float, percent: bool = False) -> str:
+    if way.name == "none":
+        return "oracle"
+    if difference == 0:
+        return "0"
+    return f"{difference:.1%}" if percent and difference >= 0.0005 else f"{difference:.1e}"
+
+
+def _verdict(way: Way) -> str:
+    if way.name == "none":
+        return "oracle"
+    return "yes" if way.bitwise else "no"
+
+
+def _decisions(way: Way) -> str:
+    forward, backward = f"{way.decisions_forward:g}", f"{way.decisions_backward:g}"
+    if not way.decisions_backward:
+        return forward
+    return f"{forward} + {backward} audit" if way.name == "verify" else f"{forward} + {backward}"
+
+
+def _flips(way: Way) -> str:
+    if way.flipped_tokens is None:
+        return "–"
+    return f"{way.flipped_tokens:.1f}" + (" found, 0 used" if way.name == "verify" else "")
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.2f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
+
+
+def print_table(found: Results, console: Console) -> None:
+    """The table, and what it comes to."""
+    table = Table(title=f"{found.options['steps']} steps each way", title_justify="left", title_style="bold")
+    table.add_column("")
+    for way in found.ways:
+        table.add_column(TITLES[way.name], justify="right")
+    for row in rows(found):
+        table.add_row(row.name, *(_coloured(row.cell(way)) for way in found.ways))
+    console.print(table)
+    for sentence in verdict(found):
+        console.print(sentence, highlight=False)
+
+
+def _coloured(text: str) -> str:
+    return {"yes": "[green]yes[/]", "no": "[red]no[/]"}.get(text, text)
+
+
+def verdict(found: Results) -> list[str]:
+    """What was seen, in sentences."""
+    sentences = []
+    torchs, verified = found.way("torch"), found.way("verify")
+    compared = [way for way in found.ways if way.name in ("ours", "verify")]
+    if compared and found.followed():
+        sentences.append(
+            f"Ours followed the un-checkpointed run bit for bit: all {len(found.ways[0].losses)} losses, every parameter "
+            "and every bias are the same numbers."
+        )
+    for way in compared:
+        if not way.bitwise:
+            sentences.append(
+                f"FAILED: {TITLES[way.name]} deviates from the un-checkpointed run, by {way.loss_difference:.1e} in the "
+                f"loss and {way.parameter_difference:.1e} in the parameters."
+            )
+    if torchs and torchs.flipped_tokens is not None and not torchs.bitwise:
+        sentences.append(
+            f"torch's checkpointing raised no error, and trained another model: its recompute sent "
+            f"{torchs.flipped_tokens:.1f} of {found.tokens} tokens in each layer and step to other experts than the "
+            f"forward, and moved every bias twice. The first step's gradient was {torchs.gradient_error:.1%} off."
+        )
+    if verified and verified.flipped_tokens:
+        sentences.append(
+            f'verify="warn" reported {verified.flipped_tokens:.1f} tokens in each layer and step that a plain recompute '
+            "would have sent elsewhere; the gradient did not use them."
+        )
+    return sentences
+
+
+# Figures
+
+
+class Drawn(NamedTuple):
+    """A figure, ready to be put anywhere."""
+
+    name: str
+    title: str
+    caption: str
+    wide: bool
+    png: bytes
+
+
+def draw(found: Results) -> list[Drawn]:
+    drawn = [
+        _figure(
+            _loss_curves,
+            found,
+            "loss",
+            "Training loss",
+            "Running mean over the last steps. Where curves coincide the later ones are dashed, so that all can be seen.",
+            wide=True,
+        ),
+        _figure(
+            _deviations,
+            found,
+            "deviation",
+            "Deviation from the un-checkpointed run",
+            "Absolute difference of the loss, step by step, on a logarithmic scale. A run that never left the oracle has "
+            "no place there and is drawn on the line at the bottom.",
+            wide=True,
+        ),
+        _figure(
+            _bytes_held,
+            found,
+            "bytes",
+            "Bytes held per layer after forward",
+            "Everything that a layer's forward made and that is still held when the whole forward has returned, its "
+            "output included. The dark foot is the saved routing plan.",
+        ),
+        _figure(
+            _decisions_made,
+            found,
+            "decisions",
+            "Routing decisions per layer and step",
+            "How often the router ran. Hatched: in backward. With verify that second run is an audit, compared and thrown "
+            "away; with torch it is what the gradient was computed from.",
+        ),
+        _figure(
+            _step_times,
+            found,
+            "time",
+            "Step time relative to no checkpointing",
+            "Each step in relation to the same step without checkpointing. Box: the middle half; line: the median; "
+            "whiskers: 5 to 95 %.",
+        ),
+    ]
+    if any(way.flipped for way in found.ways):
+        drawn.insert(
+            4,
+            _figure(
+                _flips_seen,
+                found,
+                "flips",
+                "Tokens whose experts change when the router runs again",
+                "Share of tokens in all layers, step by step, with its running mean. For torch's checkpointing: its second "
+                "routing of a step against its first. For verify: what the audit would have done.",
+            ),
+        )
+    return drawn
+
+
+def _figure(
+    plot: Callable[[Axes, Results], None], found: Results, name: str, title: str, caption: str, wide: bool = False
+) -> Drawn:
+    figure = Figure(figsize=(10, 3.7) if wide else (5.4, 3.5), layout="constrained", facecolor="white")
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#9aa0a8")
+    axes.tick_params(color="#9aa0a8", labelcolor="#3a3f47", labelsize=9)
+    axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    plot(axes, found)
+    for label in (axes.xaxis.label, axes.yaxis.label):
+        label.set(size=9.5, color="#3a3f47")
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=170)
+    return Drawn(name, title, caption, wide, png.getvalue())
+
+
+_STYLES = {
+    "none": {"linewidth": 5.0, "alpha": 0.45, "solid_capstyle": "round"},
+    "torch": {"linewidth": 1.6},
+    "ours": {"linewidth": 1.8, "dashes": (5, 4)},
+    "verify": {"linewidth": 1.8, "dashes": (1.2, 3), "dash_capstyle": "round"},
+}
+
+
+def _loss_curves(axes: Axes, found: Results) -> None:
+    for way in found.ways:
+        axes.plot(*_smooth(way.losses), color=COLORS[way.name], label=TITLES[way.name], **_STYLES[way.name])
+    axes.set(xlabel="step", ylabel="nats per byte")
+    axes.legend(frameon=False, fontsize=9.5)
+
+
+def _deviations(axes: Axes, found: Results) -> None:
+    compared = [way for way in found.ways if way.name != "none"]
+    seen = [value for way in compared for value in way.loss_differences if value > 0]
+    floor = 10.0 ** (np.floor(np.log10(min(seen, default=1e-6))) - 1)
+    for way in compared:
+        steps = np.arange(1, len(way.loss_differences) + 1)
+        values = np.array(way.loss_differences)
+        if values.any():
+            axes.plot(steps, np.where(values > 0, values, np.nan), ".", color=COLORS[way.name], markersize=3, alpha=0.35)
+            axes.plot(*_smooth(way.loss_differences, zero=floor), color=COLORS[way.name], label=TITLES[way.name], lw=1.8)
+        else:
+            style = _STYLES[way.name] | {"linewidth": 2.6}
+            label = f"{TITLES[way.name]}: exactly 0 in every step"
+            axes.plot(steps, np.full(len(steps), floor), color=COLORS[way.name], label=label, clip_on=False, **style)
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=floor)
+    ticks = [tick for tick in axes.get_yticks() if tick > floor * 1.5 and tick <= axes.get_ylim()[1]]
+    axes.set_yticks([floor, *ticks], ["0", *(f"$10^{{{round(np.log10(tick))}}}$" for tick in ticks)])
+    axes.minorticks_off()
+    axes.set(xlabel="step", ylabel="|loss − oracle's loss|")
+    axes.legend(frameon=False, fontsize=9.5, loc="center right")
+
+
+def _bytes_held(axes: Axes, found: Results) -> None:
+    layers = np.arange(len(found.ways[0].bytes_held))
+    width = 0.84 / len(found.ways)
+    for n, way in enumerate(found.ways):
+        at = layers + (n - (len(found.ways) - 1) / 2) * width
+        held = np.array(way.bytes_held) / 1e6
+        bars = axes.bar(at, held, width * 0.92, color=COLORS[way.name], label=TITLES[way.name])
+        if way.bytes_saved:
+            axes.bar(at, way.bytes_saved / 1e6, width * 0.92, color="#10213f")
+        if len(layers) <= 4:
+            axes.bar_label(bars, [f"{value:.2g}" for value in held], fontsize=7, padding=1.5, color="#3a3f47")
+    axes.set_xticks(layers, [f"layer {n}" for n in layers] if len(layers) <= 6 else None)
+    axes.set(ylabel="MB")
+    axes.margins(y=0.22)
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper center")
+
+
+def _decisions_made(axes: Axes, found: Results) -> None:
+    names = [TITLES[way.name].replace(" ", "\n", 1) for way in found.ways]
+    for n, way in enumerate(found.ways):
+        color = COLORS[way.name]
+        axes.bar(n, way.decisions_forward, 0.6, color=color)
+        axes.bar(n, way.decisions_backward, 0.6, bottom=way.decisions_forward, color="white", edgecolor=color, hatch="///")
+        axes.text(n, way.decisions_forward + way.decisions_backward + 0.05, _decisions(way), ha="center", fontsize=9)
+    axes.set_xticks(range(len(names)), names)
+    axes.set_yticks([0, 1, 2])
+    axes.margins(y=0.15)
+
+
+def _flips_seen(axes: Axes, found: Results) -> None:
+    for way in found.ways:
+        if way.flipped:
+            share = [value * 100 for value in way.flipped]
+            axes.plot(range(1, len(share) + 1), share, ".", color=COLORS[way.name], markersize=3, alpha=0.3)
+            axes.plot(*_smooth(share), color=COLORS[way.name], label=TITLES[way.name], linewidth=1.8)
+    axes.set(xlabel="step", ylabel="% of tokens")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize=9)
+
+
+def _step_times(axes: Axes, found: Results) -> None:
+    compared = [way for way in found.ways if way.name != "none"][::-1]
+    boxes = axes.boxplot(
+        [way.time_ratios for way in compared],
+        orientation="horizontal",
+        whis=(5, 95),
+        showfliers=False,
+        widths=0.5,
+        patch_artist=True,
+        medianprops={"color": "#16191d", "linewidth": 1.6},
+    )
+    for box, way in zip(boxes["boxes"], compared, strict=True):
+        box.set(facecolor=COLORS[way.name], alpha=0.75, edgecolor=COLORS[way.name])
+    for n, way in enumerate(compared, 1):
+        axes.text(way.time_ratio, n + 0.31, f"{way.time_ratio:.2f}", ha="center", va="bottom", fontsize=9)
+    axes.axvline(1.0, color=COLORS["none"], linewidth=3, alpha=0.45)
+    axes.set_yticks(range(1, len(compared) + 1), [TITLES[way.name].replace(" ", "\n", 1) for way in compared])
+    axes.set_ylim(0.4, len(compared) + 0.75)
+    axes.grid(axis="x", color="#e6e8eb", linewidth=0.8)
+    axes.set(xlabel="× the same step without checkpointing")
+
+
+def _smooth(values: list[float], zero: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Steps, and the running mean of up to ten values. With `zero`, of logarithms, for a logarithmic axis."""
+    window = max(1, min(10, len(values) // 4))
+    kept = np.log(np.maximum(values, zero)) if zero is not None else np.array(values)
+    total = np.cumsum(np.concatenate([[0.0], kept]))
+    last = np.arange(1, len(values) + 1)
+    first = np.maximum(last - window, 0)
+    mean = (total[last] - total[first]) / (last - first)
+    return last, np.exp(mean) if zero is not None else mean
+
+
+# The page
+
+
+def page(found: Results, figures: list[Drawn]) -> str:
+    """One HTML file with everything inside."""
+    options = found.options
+    wide = "".join(_figure_html(figure) for figure in figures if figure.wide)
+    narrow = "".join(_figure_html(figure) for figure in figures if not figure.wide)
+    state = "good" if found.followed() else "bad"
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Checkpointing a mixture of experts, four ways</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<main>
+<h1>Checkpointing a mixture of experts, four ways</h1>
+<p class="lead">A language model with {options["layers"]} layers of {options["experts"]} experts was trained for
+{options["steps"]} steps on the source text of the Python standard library, once without activation checkpointing and
+once in each of the other ways, from the same weights, text and random numbers. Its router balances the load by a bias for each expert
+that every forward moves, as DeepSeek-V3 does, and it runs under {html.escape(str(options["precision"]))} autocast. Checkpointing runs a
+layer again during backward. If the router runs again too, it finds other biases, picks other experts for some tokens, and moves the
+biases once more. The run without checkpointing is therefore the oracle, and each way is measured by how far it leaves it.</p>
+<ul class="verdict {state}">{"".join(f"<li>{html.escape(sentence)}</li>" for sentence in verdict(found))}</ul>
+{_table_html(found)}
+{wide}
+<div class="pair">{narrow}</div>
+<h2>How it was measured</h2>
+{_notes_html(found)}
+</main>
+</body>
+</html>
+"""
+
+
+def _table_html(found: Results) -> str:
+    heads = "".join(
+        f'<th scope="col"><span class="key" style="background:{COLORS[way.name]}"></span>{html.escape(TITLES[way.name])}</th>'
+        for way in found.ways
+    )
+    lines = []
+    for row in rows(found):
+        cells = "".join(f"<td{_mark(row.cell(way))}>{html.escape(row.cell(way))}</td>" for way in found.ways)
+        lines.append(f'<tr><th scope="row">{html.escape(row.name)}</th>{cells}</tr>')
+    body = "\n".join(lines)
+    return f'<div class="scroll"><table><thead><tr><td></td>{heads}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _mark(text: str) -> str:
+    return f' class="{text}"' if text in ("yes", "no") else ""
+
+
+def _figure_html(figure: Drawn) -> str:
+    data = base64.b64encode(figure.png).decode("ascii")
+    title, caption = html.escape(figure.title), html.escape(figure.caption)
+    return (
+        f'<figure><h3>{title}</h3><img alt="{title}" src="data:image/png;base64,{data}">'
+        f"<figcaption>{caption}</figcaption></figure>"
+    )
+
+
+def _notes_html(found: Results) -> str:
+    options, machine, text = found.options, found.machine, found.text
+    notes = [
+        "All ways run in one process and take turns within each step, another one first each time, so their step times are "
+        "compared in pairs. The first three steps are left out.",
+        "Every way has its own weights, optimizer and random-number state. Dropout "
+        f"({options['dropout']:g}) draws the same masks in all of them.",
+        "Bytes are counted by noting the storage of every tensor made while a layer runs, and asking after the forward which of them "
+        "are still alive. A checkpointed layer keeps its input, which is the output of the layer before.",
+        "Experts take a fixed number of tokens and drop the rest, so that every shape is static. Where shapes follow the "
+        "routing, torch's recompute can stop with an error instead.",
+        f"Text: {text['bytes']:,} bytes from {text['files']} files, SHA-256 {text['sha256'][:16]}…; a token is a byte; the last "
+        "5 % are held out.",
+        f"Model: {found.parameters:,} parameters, width {options['dim']}, top {options['top_k']} of {options['experts']} "
+        f"experts, bias rate {options['bias_rate']:g}; batch {options['batch']} × {options['length']} bytes; AdamW, "
+        f"learning rate {options['learning_rate']:g}, seed {options['seed']}.",
+        f"Run with Python {machine['python']}, torch {machine['torch']}, roundpipe-recompute {machine['roundpipe']}, "
+        f"{machine['threads']} threads, {machine['system']} ({machine['vector_instructions']}).",
+    ]
+    return f"<ul>{''.join(f'<li>{html.escape(note)}</li>' for note in notes)}</ul>"
+
+
+_STYLE = """
+:root { color-scheme: light; --ink: #16191d; --soft: #59606a; --line: #e1e4e8; }
+* { box-sizing: border-box; }
+body { margin: 0; background: #f5f6f8; color: var(--ink);
+  font: 17px/1.6 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "Noto Sans", sans-serif; }
+main { max-width: 66rem; margin: 2.5rem auto; padding: 2.5rem 3rem 2rem; background: white;
+  border: 1px solid var(--line); border-radius: 10px; }
+h1 { margin: 0 0 1rem; font-size: 2rem; line-height: 1.2; letter-spacing: -0.015em; }
+h2 { margin: 2.5rem 0 0.5rem; font-size: 1.3rem; }
+h3 { margin: 0 0 0.4rem; font-size: 1.05rem; }
+.lead { max-width: 46rem; color: #30353c; }
+.verdict { margin: 1.5rem 0 2rem; padding: 0.9rem 1.2rem 0.9rem 2.2rem; border-left: 5px solid #2a9d6f;
+  background: #eef8f4; border-radius: 0 6px 6px 0; }
+.verdict.bad { border-color: #d1495b; background: #fdf0f2; }
+.verdict li + li { margin-top: 0.35rem; }
+.scroll { overflow-x: auto; }
+table { width: 100%; border-collapse: collapse; font-size: 0.92rem; font-variant-numeric: tabular-nums; }
+th, td { padding: 0.5rem 0.75rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+thead th { border-bottom: 2px solid var(--ink); font-weight: 600; }
+tbody th { text-align: left; font-weight: 400; color: #30353c; white-space: normal; }
+tbody tr:nth-child(even) { background: #fafbfc; }
+.key { display: inline-block; width: 0.75em; height: 0.75em; margin-right: 0.45em; border-radius: 2px; }
+.yes { color: #1d7a55; font-weight: 600; }
+.no { color: #b3293f; font-weight: 600; }
+figure { margin: 2.5rem 0 0; }
+img { display: block; width: 100%; height: auto; }
+figcaption { max-width: 46rem; margin-top: 0.3rem; color: var(--soft); font-size: 0.88rem; line-height: 1.45; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(24rem, 1fr)); column-gap: 2.5rem; }
+main > ul:last-child { padding-left: 1.2rem; color: #30353c; font-size: 0.92rem; }
+@media (max-width: 50rem) { main { margin: 0; padding: 1.5rem 1.2rem; border: 0; } .pair { grid-template-columns: 1fr; } }
+@media print { body { background: white; } main { border: 0; margin: 0; max-width: none; } figure { break-inside: avoid; } }
+"""
