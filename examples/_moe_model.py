@@ -1,11 +1,12 @@
 """A small mixture-of-experts language model whose router is the one of real training: loss-free load balancing.
 
-Each expert has a bias that every forward moves: up if the expert got less than its share of the tokens, down if it got
-more. It is added to the scores to choose the experts, and for nothing else (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
-So a layer that is simply run a second time chooses with other biases than the first time, and moves them once more.
+Each expert has a bias that every forward moves: up if the expert got less than its share of the tokens, down if
+it got more. It is added to the scores to choose the experts, and for nothing else (DeepSeek-V3, arXiv:2412.19437,
+section 2.1.2). So a layer that is simply run a second time chooses with other biases than the first time, and
+moves them once more.
 
-Every shape here is static, as in large systems: an expert has room for C tokens. A second run that routes otherwise
-therefore meets no shape that does not fit. It is silently another function.
+Every shape here is static, as in large systems: an expert has room for C tokens. A second run that routes
+otherwise therefore meets no shape that does not fit. It is silently another function.
 
 Letters in names are axes, see `Sizes`; R = E * C are the rows of all experts together.
 """
@@ -70,7 +71,13 @@ class MoE(nn.Module):
         return chosen_TK, row_TK * kept_TK, kept_TK, token_R
 
     def run_experts(
-        self, x_TD: Tensor, scores_TE: Tensor, chosen_TK: Tensor, row_TK: Tensor, kept_TK: Tensor, token_R: Tensor
+        self,
+        x_TD: Tensor,
+        scores_TE: Tensor,
+        chosen_TK: Tensor,
+        row_TK: Tensor,
+        kept_TK: Tensor,
+        token_R: Tensor,
     ) -> Tensor:
         E, D = self.sizes.E, self.sizes.D
         weights_TK = scores_TE.gather(1, chosen_TK)

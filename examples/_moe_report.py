@@ -23,7 +23,7 @@ TITLES = {
     "ours": "ours",
     "verify": "ours, verify",
 }
-COLORS = {"none": "#8a8f98", "torch": "#d1495b", "ours": "#1f6feb", "verify": "#2a9d6f"}  # apart for colour-blind eyes too
+COLORS = {"none": "#8a8f98", "torch": "#d1495b", "ours": "#1f6feb", "verify": "#2a9d6f"}
 
 
 def write(found: Results, folder: Path) -> list[Path]:
@@ -59,7 +59,7 @@ def rows(found: Results) -> list[Row]:
         Row("routing decisions per layer and step", _decisions),
         Row(f"of {found.tokens} tokens, routed otherwise in backward", _flips),
         Row("bytes held per layer after forward", lambda way: _size(round(np.mean(way.bytes_held)))),
-        Row("of these the saved decision", lambda way: _size(way.bytes_saved) if way.bytes_saved else "–"),
+        Row("of these the saved decision", lambda way: _size(way.bytes_saved)),
         Row("step time, relative", lambda way: f"{way.time_ratio:.2f}"),
         Row("step time", lambda way: f"{way.seconds * 1000:.0f} ms"),
     ]
@@ -88,11 +88,13 @@ def _decisions(way: Way) -> str:
 
 def _flips(way: Way) -> str:
     if way.flipped_tokens is None:
-        return "–"
-    return f"{way.flipped_tokens:.1f}" + (" found, 0 used" if way.name == "verify" else "")
+        return "0"
+    return f"0 ({way.flipped_tokens:.1f} averted)" if way.name == "verify" else f"{way.flipped_tokens:.1f}"
 
 
 def _size(count: int) -> str:
+    if count == 0:
+        return "0"
     return f"{count / 1e6:.2f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
 
 
@@ -120,25 +122,26 @@ def verdict(found: Results) -> list[str]:
     compared = [way for way in found.ways if way.name in ("ours", "verify")]
     if compared and found.followed():
         sentences.append(
-            f"Ours followed the un-checkpointed run bit for bit: all {len(found.ways[0].losses)} losses, every parameter "
-            "and every bias are the same numbers."
+            f"Ours followed the un-checkpointed run bit for bit: all {len(found.ways[0].losses)} losses, every "
+            "parameter and every bias are the same numbers."
         )
-    for way in compared:
-        if not way.bitwise:
-            sentences.append(
-                f"FAILED: {TITLES[way.name]} deviates from the un-checkpointed run, by {way.loss_difference:.1e} in the "
-                f"loss and {way.parameter_difference:.1e} in the parameters."
-            )
+    sentences += [
+        f"FAILED: {TITLES[way.name]} deviates from the un-checkpointed run, by {way.loss_difference:.1e} in the loss "
+        f"and {way.parameter_difference:.1e} in the parameters."
+        for way in compared
+        if not way.bitwise
+    ]
     if torchs and torchs.flipped_tokens is not None and not torchs.bitwise:
         sentences.append(
-            f"torch's checkpointing raised no error, and trained another model: its recompute sent "
-            f"{torchs.flipped_tokens:.1f} of {found.tokens} tokens in each layer and step to other experts than the "
-            f"forward, and moved every bias twice. The first step's gradient was {torchs.gradient_error:.1%} off."
+            "torch's checkpointing raised no error, and trained another model: its recompute sent "
+            f"{torchs.flipped_tokens:.1f} of {found.tokens} tokens in each layer and step to other experts than "
+            "the forward, and moved every bias a second time. The first step's gradient was "
+            f"{torchs.gradient_error:.1%} off."
         )
     if verified and verified.flipped_tokens:
         sentences.append(
-            f'verify="warn" reported {verified.flipped_tokens:.1f} tokens in each layer and step that a plain recompute '
-            "would have sent elsewhere; the gradient did not use them."
+            f'verify="warn" reported {verified.flipped_tokens:.1f} tokens in each layer and step that a plain '
+            "recompute would have sent elsewhere. The gradient is that of the forward's routing all the same."
         )
     return sentences
 
@@ -163,7 +166,7 @@ def draw(found: Results) -> list[Drawn]:
             found,
             "loss",
             "Training loss",
-            "Running mean over the last steps. Where curves coincide the later ones are dashed, so that all can be seen.",
+            "Running mean of ten steps. The curves lie on one another; those drawn later are dashed.",
             wide=True,
         ),
         _figure(
@@ -171,8 +174,8 @@ def draw(found: Results) -> list[Drawn]:
             found,
             "deviation",
             "Deviation from the un-checkpointed run",
-            "Absolute difference of the loss, step by step, on a logarithmic scale. A run that never left the oracle has "
-            "no place there and is drawn on the line at the bottom.",
+            "Absolute difference of the loss, step by step, on a logarithmic scale. A run that never left the oracle "
+            "has no place on it and is drawn along the bottom.",
             wide=True,
         ),
         _figure(
@@ -188,15 +191,15 @@ def draw(found: Results) -> list[Drawn]:
             found,
             "decisions",
             "Routing decisions per layer and step",
-            "How often the router ran. Hatched: in backward. With verify that second run is an audit, compared and thrown "
-            "away; with torch it is what the gradient was computed from.",
+            "How often the router ran. Hatched: in backward. With torch the gradient is computed from that second run; "
+            "with verify it is an audit, compared and thrown away.",
         ),
         _figure(
             _step_times,
             found,
             "time",
             "Step time relative to no checkpointing",
-            "Each step in relation to the same step without checkpointing. Box: the middle half; line: the median; "
+            "Each step in relation to the same step without checkpointing. Line: the median; box: the middle half; "
             "whiskers: 5 to 95 %.",
         ),
     ]
@@ -208,15 +211,20 @@ def draw(found: Results) -> list[Drawn]:
                 found,
                 "flips",
                 "Tokens whose experts change when the router runs again",
-                "Share of tokens in all layers, step by step, with its running mean. For torch's checkpointing: its second "
-                "routing of a step against its first. For verify: what the audit would have done.",
+                "Share of tokens in all layers, step by step, with its running mean. torch's checkpointing: its second "
+                "routing of a step against its first. verify: what the audit found.",
             ),
         )
     return drawn
 
 
 def _figure(
-    plot: Callable[[Axes, Results], None], found: Results, name: str, title: str, caption: str, wide: bool = False
+    plot: Callable[[Axes, Results], None],
+    found: Results,
+    name: str,
+    title: str,
+    caption: str,
+    wide: bool = False,
 ) -> Drawn:
     figure = Figure(figsize=(10, 3.7) if wide else (5.4, 3.5), layout="constrained", facecolor="white")
     axes = figure.add_subplot()
@@ -256,8 +264,10 @@ def _deviations(axes: Axes, found: Results) -> None:
         steps = np.arange(1, len(way.loss_differences) + 1)
         values = np.array(way.loss_differences)
         if values.any():
-            axes.plot(steps, np.where(values > 0, values, np.nan), ".", color=COLORS[way.name], markersize=3, alpha=0.35)
-            axes.plot(*_smooth(way.loss_differences, zero=floor), color=COLORS[way.name], label=TITLES[way.name], lw=1.8)
+            seen = np.where(values > 0, values, np.nan)
+            mean = _smooth(way.loss_differences, zero=floor)
+            axes.plot(steps, seen, ".", color=COLORS[way.name], markersize=3, alpha=0.35)
+            axes.plot(*mean, color=COLORS[way.name], label=TITLES[way.name], linewidth=1.8)
         else:
             style = _STYLES[way.name] | {"linewidth": 2.6}
             label = f"{TITLES[way.name]}: exactly 0 in every step"
@@ -267,7 +277,7 @@ def _deviations(axes: Axes, found: Results) -> None:
     ticks = [tick for tick in axes.get_yticks() if tick > floor * 1.5 and tick <= axes.get_ylim()[1]]
     axes.set_yticks([floor, *ticks], ["0", *(f"$10^{{{round(np.log10(tick))}}}$" for tick in ticks)])
     axes.minorticks_off()
-    axes.set(xlabel="step", ylabel="|loss − oracle's loss|")
+    axes.set(xlabel="step", ylabel="|loss - oracle's loss|")
     axes.legend(frameon=False, fontsize=9.5, loc="center right")
 
 
@@ -293,8 +303,10 @@ def _decisions_made(axes: Axes, found: Results) -> None:
     for n, way in enumerate(found.ways):
         color = COLORS[way.name]
         axes.bar(n, way.decisions_forward, 0.6, color=color)
-        axes.bar(n, way.decisions_backward, 0.6, bottom=way.decisions_forward, color="white", edgecolor=color, hatch="///")
-        axes.text(n, way.decisions_forward + way.decisions_backward + 0.05, _decisions(way), ha="center", fontsize=9)
+        before, again = way.decisions_forward, way.decisions_backward
+        if again:
+            axes.bar(n, again, 0.57, bottom=before, color="white", edgecolor=color, hatch="///", linewidth=1.4)
+        axes.text(n, before + again + 0.05, _decisions(way), ha="center", fontsize=9)
     axes.set_xticks(range(len(names)), names)
     axes.set_yticks([0, 1, 2])
     axes.margins(y=0.15)
@@ -330,7 +342,7 @@ def _step_times(axes: Axes, found: Results) -> None:
     axes.set_yticks(range(1, len(compared) + 1), [TITLES[way.name].replace(" ", "\n", 1) for way in compared])
     axes.set_ylim(0.4, len(compared) + 0.75)
     axes.grid(axis="x", color="#e6e8eb", linewidth=0.8)
-    axes.set(xlabel="× the same step without checkpointing")
+    axes.set(xlabel="relative to the same step without checkpointing")
 
 
 def _smooth(values: list[float], zero: float | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -349,7 +361,6 @@ def _smooth(values: list[float], zero: float | None = None) -> tuple[np.ndarray,
 
 def page(found: Results, figures: list[Drawn]) -> str:
     """One HTML file with everything inside."""
-    options = found.options
     wide = "".join(_figure_html(figure) for figure in figures if figure.wide)
     narrow = "".join(_figure_html(figure) for figure in figures if not figure.wide)
     state = "good" if found.followed() else "bad"
@@ -364,12 +375,7 @@ def page(found: Results, figures: list[Drawn]) -> str:
 <body>
 <main>
 <h1>Checkpointing a mixture of experts, four ways</h1>
-<p class="lead">A language model with {options["layers"]} layers of {options["experts"]} experts was trained for
-{options["steps"]} steps on the source text of the Python standard library, once without activation checkpointing and
-once in each of the other ways, from the same weights, text and random numbers. Its router balances the load by a bias for each expert
-that every forward moves, as DeepSeek-V3 does, and it runs under {html.escape(str(options["precision"]))} autocast. Checkpointing runs a
-layer again during backward. If the router runs again too, it finds other biases, picks other experts for some tokens, and moves the
-biases once more. The run without checkpointing is therefore the oracle, and each way is measured by how far it leaves it.</p>
+<p class="lead">{_lead_html(found)}</p>
 <ul class="verdict {state}">{"".join(f"<li>{html.escape(sentence)}</li>" for sentence in verdict(found))}</ul>
 {_table_html(found)}
 {wide}
@@ -382,10 +388,23 @@ biases once more. The run without checkpointing is therefore the oracle, and eac
 """
 
 
+def _lead_html(found: Results) -> str:
+    options = found.options
+    return html.escape(
+        f"A language model with {options['layers']} layers of {options['experts']} experts was trained for "
+        f"{options['steps']} steps on the source text of the Python standard library: without activation checkpointing, "
+        "and in the other ways, each from the same weights, with the same text and the same random numbers. Its router "
+        "balances the load as DeepSeek-V3's does, by a bias for each expert that every forward moves, under "
+        f"{options['precision']} autocast. Checkpointing runs a layer again in backward. If its router runs again too, "
+        "it finds other biases, sends some tokens to other experts, and moves the biases once more. So the run without "
+        "checkpointing is the oracle, and every other one is judged by how far it leaves it."
+    )
+
+
 def _table_html(found: Results) -> str:
+    key = '<span class="key" style="background:{}"></span>'
     heads = "".join(
-        f'<th scope="col"><span class="key" style="background:{COLORS[way.name]}"></span>{html.escape(TITLES[way.name])}</th>'
-        for way in found.ways
+        f'<th scope="col">{key.format(COLORS[way.name])}{html.escape(TITLES[way.name])}</th>' for way in found.ways
     )
     lines = []
     for row in rows(found):
@@ -411,19 +430,20 @@ def _figure_html(figure: Drawn) -> str:
 def _notes_html(found: Results) -> str:
     options, machine, text = found.options, found.machine, found.text
     notes = [
-        "All ways run in one process and take turns within each step, another one first each time, so their step times are "
-        "compared in pairs. The first three steps are left out.",
+        "All ways run in one process and take turns within each step, another one first each time, so that their "
+        "step times are compared in pairs. The first three steps are left out of the times.",
         "Every way has its own weights, optimizer and random-number state. Dropout "
         f"({options['dropout']:g}) draws the same masks in all of them.",
-        "Bytes are counted by noting the storage of every tensor made while a layer runs, and asking after the forward which of them "
-        "are still alive. A checkpointed layer keeps its input, which is the output of the layer before.",
-        "Experts take a fixed number of tokens and drop the rest, so that every shape is static. Where shapes follow the "
-        "routing, torch's recompute can stop with an error instead.",
-        f"Text: {text['bytes']:,} bytes from {text['files']} files, SHA-256 {text['sha256'][:16]}…; a token is a byte; the last "
-        "5 % are held out.",
-        f"Model: {found.parameters:,} parameters, width {options['dim']}, top {options['top_k']} of {options['experts']} "
-        f"experts, bias rate {options['bias_rate']:g}; batch {options['batch']} × {options['length']} bytes; AdamW, "
-        f"learning rate {options['learning_rate']:g}, seed {options['seed']}.",
+        "Bytes are counted by noting the storage of every tensor made while a layer runs, and asking after the "
+        "forward which of them are still alive. A checkpointed layer keeps its input, which is the output of the "
+        "layer before. verify also keeps a copy of the output until the audit.",
+        "Experts take a fixed number of tokens and drop the rest, so that every shape is static. In a model whose "
+        "shapes follow the routing, torch's recompute can stop with an error instead.",
+        f"Text: {text['bytes']:,} bytes from {text['files']} files, SHA-256 {text['sha256'][:16]}…; a token is a "
+        "byte; the last 5 % are held out.",
+        f"Model: {found.parameters:,} parameters, width {options['dim']}, {options['top_k']} of {options['experts']} "
+        f"experts for each token, bias rate {options['bias_rate']:g}. Batches of {options['batch']} times "
+        f"{options['length']} bytes. AdamW, learning rate {options['learning_rate']:g}, seed {options['seed']}.",
         f"Run with Python {machine['python']}, torch {machine['torch']}, roundpipe-recompute {machine['roundpipe']}, "
         f"{machine['threads']} threads, {machine['system']} ({machine['vector_instructions']}).",
     ]
@@ -459,6 +479,13 @@ img { display: block; width: 100%; height: auto; }
 figcaption { max-width: 46rem; margin-top: 0.3rem; color: var(--soft); font-size: 0.88rem; line-height: 1.45; }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(24rem, 1fr)); column-gap: 2.5rem; }
 main > ul:last-child { padding-left: 1.2rem; color: #30353c; font-size: 0.92rem; }
-@media (max-width: 50rem) { main { margin: 0; padding: 1.5rem 1.2rem; border: 0; } .pair { grid-template-columns: 1fr; } }
-@media print { body { background: white; } main { border: 0; margin: 0; max-width: none; } figure { break-inside: avoid; } }
+@media (max-width: 50rem) {
+  main { margin: 0; padding: 1.5rem 1.2rem; border: 0; }
+  .pair { grid-template-columns: 1fr; }
+}
+@media print {
+  body { background: white; }
+  main { border: 0; margin: 0; max-width: none; }
+  figure { break-inside: avoid; }
+}
 """

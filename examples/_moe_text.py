@@ -1,6 +1,7 @@
 """Real text that every machine has: the sources of the Python standard library, as bytes.
 
-Nothing is bundled and nothing is downloaded. Needs numpy only, so that a model in any framework can be fed the same batches.
+Nothing is bundled and nothing is downloaded. Needs numpy only, so that a model in any framework can be fed the
+same batches.
 """
 
 from __future__ import annotations

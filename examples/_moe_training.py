@@ -1,4 +1,4 @@
-"""One step of training in each of the four ways, in one process, step by step in turn, and everything measured on it."""
+"""A step of training in each of the ways, and what is measured on it."""
 
 from __future__ import annotations
 
@@ -93,9 +93,7 @@ def trainees(ways: list[str], sizes: Sizes, settings: Settings) -> list[Trainee]
     return [_trainee(way, sizes, settings, weights, random.clone()) for way in ways]
 
 
-def _trainee(
-    way: str, sizes: Sizes, settings: Settings, weights: dict[str, np.ndarray], random: Tensor
-) -> Trainee:
+def _trainee(way: str, sizes: Sizes, settings: Settings, weights: dict[str, np.ndarray], random: Tensor) -> Trainee:
     model = LanguageModel(sizes, WAYS[way])
     model.load(weights)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), fused=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 import _moe_report as report
 import torch
-from _moe_results import Results, results
+from _moe_results import results
 from _moe_text import VOCABULARY, Text, batches, read_text
 from _moe_training import ORACLE, WAYS, Settings, Trainee, evaluate, train_step, trainees
 from _moe_weights import Sizes
@@ -104,15 +104,33 @@ def command_line() -> argparse.ArgumentParser:
         epilog="Exit status: 0 if ours followed the oracle bit for bit, 1 if not, 2 for a wrong option.",
     )
     say = parser.add_argument_group("what to train").add_argument
-    say("--steps", type=whole(1), default=250, metavar="N", help="training steps for each way (default: %(default)s)")
+    say(
+        "--steps",
+        type=whole(1),
+        default=250,
+        metavar="N",
+        help="training steps for each way (default: %(default)s)",
+    )
     say("--layers", type=whole(1), default=4, metavar="N", help="blocks (default: %(default)s)")
     say("--dim", type=whole(1), default=96, metavar="N", help="width of a token (default: %(default)s)")
     say("--heads", type=whole(1), default=4, metavar="N", help="attention heads (default: %(default)s)")
-    say("--experts", type=whole(1), default=16, metavar="N", help="experts in each block (default: %(default)s)")
+    say(
+        "--experts",
+        type=whole(1),
+        default=16,
+        metavar="N",
+        help="experts in each block (default: %(default)s)",
+    )
     say("--top-k", type=whole(1), default=2, metavar="K", help="experts for each token (default: %(default)s)")
     say("--batch", type=whole(1), default=8, metavar="N", help="sequences in a batch (default: %(default)s)")
     say("--length", type=whole(1), default=96, metavar="N", help="bytes in a sequence (default: %(default)s)")
-    say("--dropout", type=number(0, 1), default=0.1, metavar="P", help="after attention and experts (default: %(default)s)")
+    say(
+        "--dropout",
+        type=number(0, 1),
+        default=0.1,
+        metavar="P",
+        help="of what a block adds (default: %(default)s)",
+    )
     say("--learning-rate", type=number(0), default=3e-3, metavar="R", help="of AdamW (default: %(default)s)")
     say(
         "--bias-rate",
@@ -129,10 +147,33 @@ def command_line() -> argparse.ArgumentParser:
         metavar="A,B,...",
         help=f"of {','.join(WAYS)} (default: all); {ORACLE} is always run, since the others are compared with it",
     )
-    say("--precision", choices=["bfloat16", "float32"], default="bfloat16", help="of autocast (default: %(default)s)")
-    say("--threads", type=whole(1), default=min(2, cores()), metavar="N", help="compute threads (default: %(default)s)")
-    say("--seed", type=whole(0), default=0, metavar="N", help="of weights, text and dropout (default: %(default)s)")
-    say("--out", type=Path, default=Path("build/demo"), metavar="DIR", help="for the report (default: %(default)s)")
+    say(
+        "--precision",
+        choices=["bfloat16", "float32"],
+        default="bfloat16",
+        help="of autocast (default: %(default)s)",
+    )
+    say(
+        "--threads",
+        type=whole(1),
+        default=min(2, cores()),
+        metavar="N",
+        help="compute threads (default: %(default)s)",
+    )
+    say(
+        "--seed",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="of weights, text and dropout (default: %(default)s)",
+    )
+    say(
+        "--out",
+        type=Path,
+        default=Path("build/demo"),
+        metavar="DIR",
+        help="for the report (default: %(default)s)",
+    )
     return parser
 
 

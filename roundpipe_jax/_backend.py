@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._jax import concrete_value, is_tracer, struct
 from ._runs import stop_gradients
 
 __all__ = ["JaxArrays", "aval_bytes"]
@@ -23,7 +24,7 @@ class JaxArrays:
         return isinstance(value, jax.Array)
 
     def expand(self, value: Any) -> tuple[Sequence[Any], Callable[[list[Any]], Any]] | None:
-        tree = jax.tree.structure(value, is_leaf=lambda part: part is not value)
+        tree: Any = jax.tree.structure(value, is_leaf=lambda part: part is not value)
         if jax.tree_util.treedef_is_leaf(tree):
             return None
         return tree.flatten_up_to(value), tree.unflatten
@@ -56,8 +57,8 @@ class JaxArrays:
 def _as_numpy(array: Any) -> Any:
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
-    if isinstance(array, jax.core.Tracer):
-        array = array.to_concrete_value()
+    if is_tracer(array):
+        array = concrete_value(array)
     return np.asarray(array)
 
 
@@ -65,5 +66,5 @@ def aval_bytes(array: Any) -> int:
     """Bytes of an array, a tracer or a `jax.ShapeDtypeStruct`."""
     size = int(np.prod(array.shape))
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        return size * aval_bytes(jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), array.dtype)))
+        return size * aval_bytes(jax.eval_shape(jax.random.key_data, struct((), array.dtype)))
     return size * int(np.dtype(array.dtype).itemsize)

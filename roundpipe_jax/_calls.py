@@ -17,13 +17,13 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from roundpipe_core._errors import MismatchError, OptionError, message
 from roundpipe_core._phase import Phase, open_slot, thread
 from roundpipe_core._slots import Slot, label_of
 
 from . import _arguments
+from ._jax import is_float, is_tracer
 from ._packing import Held, Split, Template, split
 from ._policies import check_matches, with_tags
 from ._regions import CheckpointLane, ResidualLane
@@ -167,7 +167,7 @@ class Call:
             slot.entries, slot.children = before
             value, _ = self.layer.forward(self.arrays, slot, fresh=True)
         outputs, shape = split(value)
-        if not any(isinstance(output, jax.core.Tracer) for output in outputs):
+        if not any(is_tracer(output) for output in outputs):
             return value  # nothing here is being differentiated
         saved: list[Any] = []
         template = Template(slot, saved)
@@ -190,14 +190,14 @@ class Call:
         found: Recompute = program.out[1].value
         _check_agreement(label_of(self.label), outputs, shape, program.out[0], found.shape)
         check_matches(self.options.policy, program.jaxpr, label_of(self.label))
-        floats = any(jnp.issubdtype(array.dtype, jnp.inexact) for array in saved)
+        floats = any(is_float(array) for array in saved)
         forward = forward if floats else None
         lane = self._lane(program, found, forward, len(saved))
         consts = forward.consts if forward is not None else []
         try:
             result = lane(outputs, saved, [*program.consts, *self.arrays], consts)
         except TypeError as error:
-            if self.options.mode != "custom_vjp" or "forward-mode" not in str(error):
+            if self.options.mode != "custom_vjp" or "custom_vjp" not in str(error):
                 raise
             raise OptionError(
                 message(
@@ -214,9 +214,7 @@ class Call:
         try:
             return self._program(
                 ("recompute", parts) if None not in parts else None,
-                lambda layer, *values: layer.recompute_program(
-                    template, values[: len(saved)], values[len(saved) :]
-                ),
+                lambda layer, *values: layer.recompute_program(template, values[: len(saved)], values[len(saved) :]),
                 [*saved, *self.arrays],
             )
         except _LOOKED as error:
@@ -331,6 +329,6 @@ def _check_agreement(layer: str, outputs: Sequence[Any], shape: Split, again: Se
             message(
                 f"layer {layer!r}: forward and recompute do not return the same.",
                 facts,
-                "let both branches of `if doing_recompute():` lead to the same computation; save what decides between them.",
+                "let both branches of `if doing_recompute():` compute the same, and save what decides between them.",
             )
         )

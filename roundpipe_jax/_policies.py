@@ -11,6 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from roundpipe_core._errors import OptionError, message
 
+from ._jax import is_remat3
 from ._runs import SAVED
 from ._tags import names_in, subprograms
 
@@ -66,7 +67,7 @@ def save_either(*policies: Any) -> Any:
     >>> both = save_either(save_policy("a"), save_dots())
 
     Args:
-        *policies: from `save_policy`, `save_dots`, `jax.checkpoint_policies`, or any function that such a policy may be.
+        *policies: from `save_policy`, `save_dots`, `jax.checkpoint_policies`, or functions like theirs.
     """
     names = [_names(policy) for policy in policies]
     if all(found is not None for found in names):
@@ -111,7 +112,7 @@ def check_matches(policy: Any, program: ClosedJaxpr, layer: str) -> None:
         for part in policy.policies:
             check_matches(part, program, layer)
         return
-    if getattr(jax.config, "jax_remat3", False) and not _known_to_remat3(policy):
+    if is_remat3() and not _known_to_remat3(policy):
         raise OptionError(
             message(
                 f"layer {layer!r}: this policy is ignored under JAX_REMAT3, which knows only names.",

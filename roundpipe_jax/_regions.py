@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
+from ._jax import is_float, is_remat3, optimization_barrier
 from ._runs import stop_gradients
 from ._staging import Program
 
@@ -94,15 +95,11 @@ def _no_tangent(value: Any) -> Any:
     return np.zeros(np.shape(value), jax.dtypes.float0)
 
 
-def _has_tangent(value: Any) -> bool:
-    return bool(jnp.issubdtype(jax.typeof(value).dtype, jnp.inexact))
-
-
 class CheckpointLane(_Lane):
     """`jax.checkpoint` fed by the slot."""
 
     def __call__(self, outputs: _Arrays, slot: _Arrays, inputs: _Arrays, forward_consts: _Arrays = ()) -> list[Any]:
-        if getattr(jax.config, "jax_remat3", False):
+        if is_remat3():
             return self._beside(outputs, slot, inputs)
         operation = jax.custom_jvp(lambda outputs, slot, inputs, consts: outputs)
         operation.defjvp(self._rule(operation), symbolic_zeros=True)
@@ -117,8 +114,7 @@ class CheckpointLane(_Lane):
             dots = [dot for dot, flag in zip(tangents[2], flags, strict=True) if flag]
             given = iter(self.tangent(tuple(flags))(slot, inputs, dots)) if dots else None
             out_dots = [
-                next(given) if given is not None and _has_tangent(value) else _zero_like(value)
-                for value in outputs
+                next(given) if given is not None and is_float(value) else _zero_like(value) for value in outputs
             ]
             # The operation again, not the bare outputs: its own derivative is the recompute's too.
             return operation(*primals), out_dots
@@ -132,11 +128,11 @@ class CheckpointLane(_Lane):
 
             def tangents(slot: _Arrays, inputs: _Arrays, dots: _Arrays) -> list[Any]:
                 outs, out_dots = _jvp(lambda values: self.recompute(slot, values), inputs, flags, dots)
-                return [dot for out, dot in zip(outs, out_dots, strict=True) if _has_tangent(out)]
+                return [dot for out, dot in zip(outs, out_dots, strict=True) if is_float(out)]
 
             barrier = self.barrier
             if isinstance(barrier, tuple):
-                barrier = (True, list((*(False,) * self.jaxpr_consts, *barrier)), True)  # type: ignore[assignment]
+                barrier = (True, [*(False,) * self.jaxpr_consts, *barrier], True)  # type: ignore[assignment]
             made = self._made[flags] = jax.checkpoint(tangents, policy=self.policy, prevent_cse=barrier)
         return made
 
@@ -147,13 +143,13 @@ class CheckpointLane(_Lane):
             made = self._made[()] = jax.checkpoint(self.recompute, policy=self.policy, prevent_cse=self.barrier)
         again = made(list(slot), list(inputs))
         return [
-            _left_value_right_tangent(out, like) if _has_tangent(out) else out
+            _left_value_right_tangent(out, like) if is_float(out) else out
             for out, like in zip(stop_gradients(list(outputs)), again, strict=True)
         ]
 
 
 def _zero_like(value: Any) -> Any:
-    return jnp.zeros_like(value) if _has_tangent(value) else _no_tangent(value)
+    return jnp.zeros_like(value) if is_float(value) else _no_tangent(value)
 
 
 @jax.custom_jvp
@@ -170,21 +166,25 @@ class ResidualLane(_Lane):
     """Residual passing. The residuals are exactly (inputs, slot)."""
 
     def __call__(self, outputs: _Arrays, slot: _Arrays, inputs: _Arrays, forward_consts: _Arrays = ()) -> list[Any]:
-        needed = [_has_tangent(value) for value in outputs]
+        needed = [is_float(value) for value in outputs]
         captured = len(forward_consts)
+        twice = CheckpointLane(
+            self.program, forward=self.forward, slots=self.slots, barrier=bool(self.barrier), policy=None
+        )
 
         def forward(outputs: Any, slot: Any, inputs: Any, consts: Any) -> tuple[Any, Any]:
-            flags = [value.perturbed for value in inputs]
-            primals = [value.value for value in inputs]
+            flags, primals = [value.perturbed for value in inputs], [value.value for value in inputs]
             self.check(flags, primals, [c.value for c in consts], [c.perturbed for c in consts])
-            return [value.value for value in outputs], (primals, [value.value for value in slot])
+            bare = [[part.value for part in group] for group in (outputs, slot, inputs, consts)]
+            # Not the bare outputs: a second derivative goes through the recompute too, by the other lane.
+            return twice(*bare), (primals, bare[1])
 
         def backward(residuals: Any, cotangents: Any) -> tuple[Any, ...]:
             inputs, slot = residuals
-            flags = [_has_tangent(value) for value in inputs]
+            flags = [is_float(value) for value in inputs]
             dots = [_instantiated(dot) for dot, flag in zip(cotangents, needed, strict=True) if flag]
             if self.barrier:  # over the cotangents too: residuals alone leave CSE a way around
-                inputs, slot, dots = jax.lax.optimization_barrier((inputs, slot, dots))
+                inputs, slot, dots = optimization_barrier((inputs, slot, dots))
 
             def of_the_floating(*chosen: Any) -> list[Any]:
                 outs = self.recompute(slot, _merged(inputs, flags, chosen))

@@ -15,6 +15,7 @@ __all__ = ["checkpoint", "remat"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+
 @overload
 def remat(
     fun: F,
@@ -65,16 +66,17 @@ def remat(
     A layer that saves nothing and never asks for its phase is exactly `jax.checkpoint(fun)`.
 
     Args:
-        fun: the layer: a function, a bound method, a partial, a module. Arguments and results are pytrees; leaves that
-            are not arrays (flags, strings, functions, None) stay as they are, in both phases.
-        policy: what else to keep, as for `jax.checkpoint`: see `save_policy`, `save_dots` and `jax.checkpoint_policies`.
-        prevent_cse: keep the compiler from merging recompute and forward. None: yes; `remat_layers` says no, since a
-            scan does it already. A sequence gives it per argument.
+        fun: the layer: a function, a bound method, a partial, a module. Arguments and results are pytrees;
+            leaves that are not arrays (flags, strings, functions, None) stay as they are, in both phases.
+        policy: what else to keep, as for `jax.checkpoint`: see `save_policy` and `save_dots`.
+        prevent_cse: keep the compiler from merging recompute and forward. None: yes; `remat_layers` says
+            no, since a scan does it already. A sequence gives it per argument.
         static_argnums: positional arguments that the layer takes as they are, though they hold arrays.
         static_argnames: the same for keyword arguments.
-        mode: "checkpoint", or "custom_vjp", which keeps exactly the inputs and the slot and has no forward-mode derivative.
-        verify: "warn" or "raise" decide everything a second time and compare, see `VerifyError`. For finding faults, not
-            for training.
+        mode: "checkpoint", or "custom_vjp", which keeps exactly the inputs and the slot and has no
+            forward-mode derivative.
+        verify: "warn" or "raise" decide everything a second time and compare, see `VerifyError`. For finding
+            faults, not for training.
         label: what messages and reports call the layer.
 
     Returns:
@@ -139,6 +141,7 @@ def _wrapped(fun: Any, options: Options) -> Any:
 
 def _named_like(fun: Any) -> Callable[[F], F]:
     try:
-        return functools.wraps(fun)
+        named: Callable[[F], F] = functools.wraps(fun)  # type: ignore[assignment]
+        return named
     except Exception:  # a module whose attributes refuse to be copied
         return lambda layer: layer

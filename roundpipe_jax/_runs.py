@@ -13,16 +13,15 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import get_opaque_trace_state
 
 from roundpipe_core._backend import expand
 from roundpipe_core._errors import GradientError, message
 from roundpipe_core._phase import Phase, Run, thread
 from roundpipe_core._slots import Key, Place, Slot, spoken, where
 from roundpipe_core._trees import Spec, flatten, paths, unflatten
+
+from ._jax import concrete_value, is_float, is_tracer, named, trace_state, user_context
 
 __all__ = ["SAVED", "JaxRun", "NeedsFreshTraces", "NeedsTags", "execute", "is_abstract", "saved_outside"]
 
@@ -32,7 +31,7 @@ SAVED = "roundpipe_saved"
 """The name that saved values carry in a program, see `jax.ad_checkpoint.checkpoint_name`."""
 
 # Part of the key of every cache of traces that JAX has: a jitted function inside a layer is traced once per phase.
-_traced_for = jax.make_user_context(None)
+_traced_for = user_context()
 
 
 class NeedsTags(BaseException):
@@ -48,11 +47,9 @@ class JaxRun(Run):
 
     __slots__ = ("asked", "fresh", "home", "tags")
 
-    def __init__(
-        self, phase: Phase, slot: Slot, *, home: Any = None, fresh: bool = False, tags: bool = False
-    ) -> None:
+    def __init__(self, phase: Phase, slot: Slot, *, home: Any = None, fresh: bool = False, tags: bool = False) -> None:
         super().__init__(phase, slot)
-        self.home = get_opaque_trace_state() if home is None else home
+        self.home = trace_state() if home is None else home
         self.fresh = fresh or tags
         self.tags = tags
         self.asked = False  # whether the layer knows its phase: then its phases may differ
@@ -61,7 +58,7 @@ class JaxRun(Run):
         self.asked = True
         # An inner function that was traced knowing the phase is cached by JAX. What it learned, or the tracers
         # it closed over, must not reach another region.
-        if not self.fresh and get_opaque_trace_state() != self.home:
+        if not self.fresh and trace_state() != self.home:
             raise NeedsFreshTraces
 
     def save(self, data: tuple[Any, ...], name: str | None, place: Place) -> tuple[Any, ...]:
@@ -79,10 +76,11 @@ class JaxRun(Run):
 
     def _decide(self, function: Callable[[], T]) -> T:
         with _traced_for(Phase.OFF):
-            value = super()._decide(function)
+            value: T = super()._decide(function)
         if self.phase is not Phase.FORWARD:
             return value
-        return self._prepared(value, (self.scope, None), None)
+        prepared: T = self._prepared(value, (self.scope, None), None)
+        return prepared
 
     def _prepared(self, data: Any, key: Key, place: Place | None) -> Any:
         """`data` as the layer shall see it after the save: probed for tangents, and tagged where tags are used."""
@@ -91,19 +89,19 @@ class JaxRun(Run):
             spec = flatten(data, leaves, expand)
         except RecursionError:
             return data  # the core has the words for it
-        tracers = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)]
+        tracers = [n for n, leaf in enumerate(leaves) if is_tracer(leaf)]
         if not tracers:
             return data
-        away = get_opaque_trace_state() != self.home
+        away = trace_state() != self.home
         if away and not self.tags:
             raise NeedsTags
         if away and place is not None:
             self._forget_earlier_trace(key, place)
         for n in tracers:
-            if place is not None and jnp.issubdtype(leaves[n].dtype, jnp.inexact):
+            if place is not None and is_float(leaves[n]):
                 leaves[n] = _probe(_Fault(self.slot, key, spec, n, place), leaves[n])
             if self.tags:
-                leaves[n] = checkpoint_name(leaves[n], SAVED)
+                leaves[n] = named(leaves[n], SAVED)
         return unflatten(spec, iter(leaves))
 
     def _forget_earlier_trace(self, key: Key, place: Place) -> None:
@@ -126,7 +124,7 @@ def execute(run: JaxRun, call: Callable[[], T]) -> T:
 
 def is_abstract(value: Any) -> bool:
     """Whether `value` is a tracer without a value that Python could look at."""
-    return isinstance(value, jax.core.Tracer) and value.to_concrete_value() is None
+    return is_tracer(value) and concrete_value(value) is None
 
 
 def stop_gradients(values: T) -> T:
@@ -136,7 +134,7 @@ def stop_gradients(values: T) -> T:
 
 
 def _stopped(leaf: Any) -> Any:
-    if isinstance(leaf, jax.core.Tracer) and jnp.issubdtype(leaf.dtype, jnp.inexact):
+    if is_tracer(leaf) and is_float(leaf):
         return jax.lax.stop_gradient(leaf)
     return leaf
 
@@ -148,11 +146,11 @@ def saved_outside(data: tuple[Any, ...]) -> tuple[Any, ...]:
         spec = flatten(data, leaves, expand)
     except RecursionError:
         return data
-    if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+    if not any(is_tracer(leaf) for leaf in leaves):
         return data
-    named = (checkpoint_name(leaf, SAVED) if isinstance(leaf, jax.core.Tracer) else leaf for leaf in leaves)
-    saved: tuple[Any, ...] = unflatten(spec, named)
-    return saved
+    saved = (named(leaf, SAVED) if is_tracer(leaf) else leaf for leaf in leaves)
+    handed_back: tuple[Any, ...] = unflatten(spec, saved)
+    return handed_back
 
 
 # ------------------------------------------------------------------------------------------- R5
@@ -192,4 +190,3 @@ def _probe_rule(fault: _Fault, primals: tuple[Any], tangents: tuple[Any]) -> tup
 
 
 _probe.defjvp(_probe_rule, symbolic_zeros=True)
-

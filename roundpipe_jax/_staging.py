@@ -35,7 +35,10 @@ class Program(NamedTuple):
 
 
 def stage(function: Callable[..., Any], args: Sequence[Any], jitted: Any = None) -> Program:
-    """The program of `function(*args)`. `jitted` is `jax.jit(function)`, kept by a caller who wants JAX's trace cache."""
+    """The program of `function(*args)`.
+
+    `jitted` is `jax.jit(function)`, kept by a caller who wants JAX's cache of traces.
+    """
     if jitted is not None:
         traced = jitted.trace(*args)
         if len(traced.jaxpr.in_avals) == len(args):  # otherwise it closes over tracers of one call

@@ -1,12 +1,12 @@
 """Saves inside inner traces: values named in the program, and every use led through the name.
 
-A layer that saves inside a scan, a cond, a vmap or a jitted function is traced once, in its forward phase. Each saved value
-passes through a *tag*, an identity operation with the name `SAVED`, and `jax.checkpoint` keeps values of that
-name: per iteration in a scan, per branch in a cond, and batched under vmap, since JAX does the stacking.
+A layer that saves inside a scan, a cond, a vmap or a jitted function is traced once, in its forward phase. Each
+saved value passes through a *tag*, an identity operation with the name `SAVED`, and `jax.checkpoint` keeps values of
+that name: per iteration in a scan, per branch in a cond, and batched under vmap, since JAX does the stacking.
 
 The layer's code after the save may still use the untagged value, as the pattern `if doing_recompute(): ... else: ...`
-does. `lead_through_tags` moves each tag to where its value is made and lets every use read the tag, so that the recompute
-needs no second decision.
+does. `lead_through_tags` moves each tag to where its value is made and lets every use read the tag, so that the
+recompute needs no second decision.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from roundpipe_core._errors import MismatchError, message
 
+from ._jax import fresh_var, named, replaced, struct
 from ._runs import SAVED
 
 __all__ = ["lead_through_tags", "name_of", "names_in", "subprograms"]
@@ -36,8 +36,8 @@ def name_of(eqn: JaxprEqn) -> str | None:
     """The name that an operation gives its value, if that is what it does."""
     if eqn.primitive.name == "name":
         return str(eqn.params["name"])
-    named = eqn.params.get("_prim") or eqn.params.get("prim")  # under JAX_REMAT3
-    return named.name if type(named).__name__ == "CheckpointName" else None
+    held: Any = eqn.params.get("_prim")  # under JAX_REMAT3
+    return str(held.name) if type(held).__name__ == "CheckpointName" else None
 
 
 def subprograms(eqn: JaxprEqn) -> list[Jaxpr]:
@@ -49,8 +49,7 @@ def subprograms(eqn: JaxprEqn) -> list[Jaxpr]:
                 found.append(item.jaxpr)
             elif isinstance(item, Jaxpr):
                 found.append(item)
-    inner = eqn.params.get("_prim") or eqn.params.get("prim")
-    held = getattr(inner, "jaxpr", None)
+    held = getattr(eqn.params.get("_prim"), "jaxpr", None)
     if isinstance(held, ClosedJaxpr):
         found.append(held.jaxpr)
     return found
@@ -88,7 +87,7 @@ class _Rewriter:
             if not roots.get(var):
                 roots[var] = [_fresh_tag(var)]
         if not roots:
-            return jaxpr.replace(eqns=eqns), set()
+            return replaced(jaxpr, eqns=eqns), set()
         new: dict[Var, Any] = {}
         moved = {id(eqn) for chain in roots.values() for eqn in chain}
         out: list[JaxprEqn] = []
@@ -97,12 +96,12 @@ class _Rewriter:
         for eqn in eqns:
             if id(eqn) in moved:
                 continue
-            out.append(eqn.replace(invars=[_read(new, atom) for atom in eqn.invars]))
+            out.append(replaced(eqn, invars=[_read(new, atom) for atom in eqn.invars]))
             for var in eqn.outvars:
                 self._tag(var, roots, new, out)
         saved = {n for n, var in enumerate(jaxpr.invars) if var in roots}
         outvars = [_read(new, atom) for atom in jaxpr.outvars]
-        return jaxpr.replace(eqns=out, outvars=outvars), saved
+        return replaced(jaxpr, eqns=out, outvars=outvars), saved
 
     def _inner_first(self, jaxpr: Jaxpr) -> tuple[list[JaxprEqn], set[Var]]:
         """The operations with their inner programs rewritten, and the variables that those save from outside."""
@@ -117,7 +116,7 @@ class _Rewriter:
             params, saved = self._params(eqn)
             operands = _operands(eqn, saved)
             wanted |= {operand for operand in operands if isinstance(operand, Var)}
-            eqns.append(eqn.replace(params=params))
+            eqns.append(replaced(eqn, params=params))
         return eqns, wanted
 
     def _params(self, eqn: JaxprEqn) -> tuple[dict[str, Any], set[int]]:
@@ -155,16 +154,14 @@ class _Rewriter:
             known += [step for step in chain if not any(step is other for other in known)]
         return roots
 
-    def _tag(
-        self, var: Var, roots: dict[Var, list[JaxprEqn]], new: dict[Var, Any], out: list[JaxprEqn]
-    ) -> None:
+    def _tag(self, var: Var, roots: dict[Var, list[JaxprEqn]], new: dict[Var, Any], out: list[JaxprEqn]) -> None:
         """Put the operations that tag `var` here, where it is made, and let its uses read the last of them."""
         chain = roots.get(var)
         if not chain:
             return
         last: Any = var
         for eqn in chain:
-            out.append(eqn.replace(invars=[last]))
+            out.append(replaced(eqn, invars=[last]))
             last = eqn.outvars[0]
         new[var] = last
         for eqn in chain[:-1]:
@@ -182,9 +179,10 @@ class _Rewriter:
 
 
 def _fresh_tag(var: Var) -> JaxprEqn:
-    shape = jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)  # type: ignore[attr-defined]
-    [eqn] = jax.make_jaxpr(lambda value: checkpoint_name(value, SAVED))(shape).jaxpr.eqns
-    return eqn.replace(invars=[var], outvars=[Var(var.aval)])
+    aval: Any = var.aval
+    eqn: JaxprEqn
+    [eqn] = jax.make_jaxpr(lambda value: named(value, SAVED))(struct(aval.shape, aval.dtype)).jaxpr.eqns
+    return replaced(eqn, invars=[var], outvars=[fresh_var(var)])
 
 
 def _passes_through(eqn: JaxprEqn) -> bool:

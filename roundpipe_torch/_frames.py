@@ -80,8 +80,10 @@ class TorchRun(Run):
 
 
 class Inputs:
-    """The arguments of a region. Tensors, wherever they sit, are kept as autograd keeps saved tensors: their version is
-    checked, saved-tensor hooks around the region see them, and an outer region does not keep them alive.
+    """The arguments of a region.
+
+    Tensors, wherever they sit, are kept as autograd keeps saved tensors: their version is checked, saved-tensor hooks
+    around the region see them, and an outer region does not keep them alive.
     """
 
     __slots__ = ("_kept", "_names", "_positional", "_specs")
@@ -274,7 +276,8 @@ class Frame:
                 ],
                 "make both phases run the same differentiable operations after the decision: put the decision under "
                 "torch.no_grad() or detach it, and keep no differentiable statistic (such as self.aux = logits.sum()) "
-                "of one phase only. checkpoint(..., debug=True) adds the lines; use_reentrant=True allows any difference.",
+                "of one phase only. checkpoint(..., debug=True) adds the lines; use_reentrant=True allows any "
+                "difference.",
             )
         )
 
@@ -284,15 +287,15 @@ class Frame:
                 f"layer {self.slot.label!r}: a tensor needed for gradient computation has been modified by an inplace "
                 f"operation after it was saved: {str(value.dtype).removeprefix('torch.')}{list(value.shape)}.",
                 [],
-                "compute out of place what later operations still need; without checkpointing autograd refuses this too.",
+                "compute out of place what later operations need; autograd without checkpointing refuses this too.",
             )
         )
 
     def _crowd_error(self) -> CheckpointMismatchError:
         return CheckpointMismatchError(
             message(
-                f"layer {self.slot.label!r}: draws random numbers while another thread is inside a checkpointed layer too. "
-                "The threads share one default generator, so the recompute cannot draw what the forward drew.",
+                f"layer {self.slot.label!r}: draws random numbers while another thread is inside a checkpointed layer "
+                "too. The threads share one default generator, so the recompute cannot draw what the forward drew.",
                 [],
                 "draw with recompute_once(...) or save the mask, run the threads one after the other, or pass "
                 "preserve_rng_state=False if the draws need not repeat.",

@@ -1,14 +1,12 @@
 """Which tensor of the recompute stands for which tensor of the forward (R10).
 
-Legend: a *pack* is one tensor handed to autograd's saved-tensor hook, described by a `Saved`. A *segment* is the packs
-between two points where the phases may part: a question for the phase, a save, an inner region. `F` are the packs of the
-forward, `R` those of the recompute.
+A *pack* is one tensor handed to autograd's saved-tensor hook, described by a `Saved`. A *segment* is the packs between
+two points that both phases pass and between which they may part: a question for the phase, a save, an inner region.
 
-Two segments are *aligned* if they made the same packs at the same autograd nodes, counted from the segment's start, and,
-once the layer asked for its phase, in the same lines. In an aligned segment the same code ran, so position decides.
-Where they are not, only what is alive counts: what the
-forward dropped (a gate that only decided) no backward can ask for, so the packs alive when each phase returned are
-matched, in order.
+Two segments are *aligned* if they made the same packs at the same autograd nodes, counted from the segment's start,
+and, once the layer asked for its phase, in the same lines. In an aligned segment the same code ran: position decides.
+Where they are not, only what is alive counts: what the forward dropped (a gate that only decided) no backward can ask
+for. The packs alive when each phase returned are matched by the line that made them, and what is left by order.
 """
 
 from __future__ import annotations
@@ -75,7 +73,7 @@ class Trace:
         line = _line() if self.locating else None
         self.packs.append(Saved(tensor.shape, tensor.dtype, tensor.device, node_count() - self.base, line))
         if self.places is not None:
-            self.places.append(_user_line())
+            self.places.append("at " + _user_line())
 
     def skip(self, nodes: int) -> None:
         """Leave out nodes that a recompute made in the midst of this run."""
@@ -88,9 +86,8 @@ class Trace:
 
     def listed(self, which: list[int]) -> str:
         """Packs in words, a line each."""
-        lines = [
-            f"    {n}: {self.packs[n]}{f' at {self.places[n]}' if self.places else ''}" for n in which[:_MOST_LISTED]
-        ]
+        places = self.places or [""] * len(self.packs)
+        lines = [f"    {n}: {self.packs[n]} {places[n]}".rstrip() for n in which[:_MOST_LISTED]]
         if len(which) > _MOST_LISTED:
             lines.append(f"    and {len(which) - _MOST_LISTED} more")
         return "\n".join([f"{len(which)} tensors", *lines])
@@ -140,7 +137,7 @@ def _line() -> int:
 
 
 def match_prefix(forward: Trace, needed: list[int], recompute: Trace) -> Pairs | None:
-    """Pair all of `needed` with the packs of a recompute that has just made the last of them; None if it is not sure."""
+    """Pair all of `needed` with the packs of a recompute that has just made the last of them; None if not sure."""
     segments = list(zip(forward.segments(), recompute.segments(), strict=False))
     last = segments[-1]
     (begin, _), (other, end) = last

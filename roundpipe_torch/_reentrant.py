@@ -131,7 +131,8 @@ class _Reentrant(torch.autograd.Function):
         if len(outputs) != len(grads):
             raise MismatchError(
                 message(
-                    f"layer {region.slot.label!r}: the forward gave {len(grads)} tensors, the recompute {len(outputs)}.",
+                    f"layer {region.slot.label!r}: the forward gave {len(grads)} tensors, the recompute "
+                    f"{len(outputs)}.",
                     [],
                     "return the same structure in both phases.",
                 )

@@ -80,21 +80,22 @@ def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, grad: b
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).requires_grad_(grad)
 
 
-def same(got: Any, want: Any, where: str = "result") -> None:
-    """Assert that two trees agree: tensors bit for bit, the rest by ==."""
+def same(got: Any, want: Any, where: str = "result", within: float = 0.0) -> None:
+    """Assert that two trees agree: tensors bit for bit (or `within` a relative error), the rest by ==."""
     if isinstance(want, torch.Tensor):
         assert isinstance(got, torch.Tensor), f"{where}: {got!r} is no tensor"
         assert got.dtype == want.dtype, f"{where}: {got.dtype} instead of {want.dtype}"
         assert got.shape == want.shape, f"{where}: shape {list(got.shape)} instead of {list(want.shape)}"
-        assert torch.equal(got, want), f"{where} differs by up to {(got - want).abs().max()}"
+        agrees = torch.allclose(got, want, rtol=within, atol=within) if within else torch.equal(got, want)
+        assert agrees, f"{where} differs by up to {(got - want).abs().max()}"
     elif isinstance(want, dict):
         assert list(got) == list(want), where
         for key, item in want.items():
-            same(got[key], item, f"{where}[{key!r}]")
+            same(got[key], item, f"{where}[{key!r}]", within)
     elif isinstance(want, (list, tuple)):
         assert len(got) == len(want), f"{where}: {len(got)} items instead of {len(want)}"
         for n, item in enumerate(want):
-            same(got[n], item, f"{where}[{n}]")
+            same(got[n], item, f"{where}[{n}]", within)
     else:
         assert got == want, where
 

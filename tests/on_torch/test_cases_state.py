@@ -261,7 +261,7 @@ def test_the_sensitive_layer_is_sensitive(setting):
 
 
 @pytest.mark.parametrize("history", ["none", "no_grad", "grad"])
-@pytest.mark.parametrize("way", [*WAYS, ENGINES[1]])
+@pytest.mark.parametrize("way", WAYS)
 def test_autocast_whatever_its_cache_holds(way, history):
     """The same under nested autocast of other dtypes, inside and outside the region."""
 

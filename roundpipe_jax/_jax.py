@@ -1,0 +1,99 @@
+"""The few parts of JAX that are untyped, or known by another name in another version, in one place."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+import jax.ad_checkpoint
+import jax.extend.core
+import jax.numpy as jnp
+from jax.extend.core import Var
+
+__all__ = [
+    "concrete_value",
+    "fresh_var",
+    "is_float",
+    "is_remat3",
+    "is_tracer",
+    "named",
+    "optimization_barrier",
+    "replaced",
+    "struct",
+    "trace_state",
+    "user_context",
+]
+
+_T = TypeVar("_T")
+_untyped: Any = jax
+
+
+def user_context() -> Any:
+    """A setting that is part of the key of JAX's caches of traces."""
+    return _untyped.make_user_context(None)
+
+
+def trace_state() -> Any:
+    """The trace that operations of this thread go to now. Compare two by `==`."""
+    state: Any = jax.extend.core.get_opaque_trace_state
+    return state()
+
+
+def is_tracer(value: Any) -> bool:
+    """Whether `value` is an array under a transformation, and not an array in memory."""
+    return isinstance(value, jax.core.Tracer)
+
+
+def concrete_value(tracer: Any) -> Any:
+    """The array that a tracer stands for, or None if it stands for no particular one."""
+    return tracer.to_concrete_value()
+
+
+def is_float(value: Any) -> bool:
+    """Whether derivatives exist for `value`."""
+    return bool(jnp.issubdtype(jax.typeof(value).dtype, jnp.inexact))
+
+
+def is_remat3() -> bool:
+    """Whether `jax.checkpoint` is the coming implementation, which `JAX_REMAT3=1` turns on."""
+    return bool(getattr(jax.config, "jax_remat3", False))
+
+
+def named(value: Any, name: str) -> Any:
+    """`value`, called `name` in the program."""
+    name_it: Any = jax.ad_checkpoint.checkpoint_name
+    return name_it(value, name)
+
+
+def optimization_barrier(values: _T) -> _T:
+    """`values`, behind a point that the compiler moves nothing across.
+
+    Under `jax.shard_map` one barrier would make them all vary over the mesh, so each kind gets its own.
+    """
+    leaves, tree = jax.tree.flatten(values)
+    kinds: dict[Any, list[int]] = {}
+    for n, leaf in enumerate(leaves):
+        kinds.setdefault(getattr(jax.typeof(leaf), "vma", None), []).append(n)
+    for numbers in kinds.values():
+        barred = _untyped.lax.optimization_barrier([leaves[n] for n in numbers])
+        for n, leaf in zip(numbers, barred, strict=True):
+            leaves[n] = leaf
+    result: _T = tree.unflatten(leaves)
+    return result
+
+
+def struct(shape: Any, dtype: Any) -> Any:
+    """An array's shape and dtype."""
+    return _untyped.ShapeDtypeStruct(shape, dtype)
+
+
+def replaced(part: _T, **parts: Any) -> _T:
+    """A program with other operations, or an operation with other operands, results or parameters."""
+    untyped: Any = part
+    new: _T = untyped.replace(**parts)
+    return new
+
+
+def fresh_var(like: Var) -> Var:
+    """A new variable of a program."""
+    return Var(like.aval)

@@ -1,0 +1,397 @@
+"""R2 to R6 and R8 in the core alone: plain values and numpy arrays, runs made by hand."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import roundpipe_core
+from roundpipe_core import (
+    OptionError,
+    PhaseError,
+    RoundPipeError,
+    SlotError,
+    doing_recompute,
+    get_recompute_data,
+    layer_scope,
+    recompute_once,
+    save_for_recompute,
+)
+from roundpipe_core._phase import Phase, Run, open_slot, thread
+from roundpipe_core._slots import Slot, label_of
+
+
+def run(phase: Phase, slot: Slot, function):
+    before = thread.run
+    thread.run = Run(phase, slot)
+    try:
+        return function()
+    finally:
+        thread.run = before
+
+
+def both(function, label: str = "layer"):
+    """What a function gives in forward and in a recompute."""
+    slot = Slot(label)
+    return run(Phase.FORWARD, slot, function), run(Phase.RECOMPUTE, slot, function)
+
+
+def test_public_names() -> None:
+    assert sorted(roundpipe_core.__all__) == [
+        "Flip",
+        "GradientError",
+        "MismatchError",
+        "MutationError",
+        "OptionError",
+        "PhaseError",
+        "RoundPipeError",
+        "SlotError",
+        "VerifyError",
+        "VerifyWarning",
+        "doing_recompute",
+        "get_recompute_data",
+        "layer_scope",
+        "recompute_once",
+        "save_for_recompute",
+    ]
+
+
+def test_save_gives_the_forwards_data_in_both_phases() -> None:
+    values = iter([1, 2])
+    assert both(lambda: save_for_recompute(next(values), "a")) == ((1, "a"), (1, "a"))
+
+
+def test_outside_a_region_nothing_is_kept_or_checked() -> None:
+    data = ([1], {"a": 2})
+    assert save_for_recompute(*data) == data
+    assert save_for_recompute(*data)[0] is data[0]
+    assert save_for_recompute() == ()
+    assert recompute_once(lambda: 3) == 3
+    assert doing_recompute() is False
+
+
+def test_get_gives_the_same_each_time_and_can_be_changed_freely() -> None:
+    def layer():
+        if not doing_recompute():
+            save_for_recompute([1], np.arange(3))
+            return None
+        first = get_recompute_data()
+        first[0].append(2)
+        first[1][:] = 9
+        return get_recompute_data()
+
+    _, (items, array) = both(layer)
+    assert items == [1]
+    assert array.tolist() == [0, 1, 2]
+
+
+def test_what_is_saved_is_of_that_moment() -> None:
+    items, array, table = [1], np.arange(3), {"k": [1]}
+
+    def layer():
+        data = save_for_recompute(items, array, table)
+        if not doing_recompute():
+            items.append(2)
+            array[:] = 7
+            table["k"].append(3)
+            table["new"] = 1
+        return data
+
+    _, (one, two, three) = both(layer)
+    assert one == [1]
+    assert two.tolist() == [0, 1, 2]
+    assert three == {"k": [1]}
+
+
+def test_opaque_objects_are_kept_by_reference() -> None:
+    handle = object()
+    _, again = both(lambda: save_for_recompute(handle, len, threading.Lock))
+    assert again == (handle, len, threading.Lock)
+
+
+def test_named_and_unnamed_saves_are_apart() -> None:
+    def layer():
+        if not doing_recompute():
+            save_for_recompute(1)
+            save_for_recompute(2, name="mask")
+            save_for_recompute(3, 4, name="order")
+            return None
+        return get_recompute_data("order"), get_recompute_data(), get_recompute_data("mask")
+
+    assert both(layer)[1] == ((3, 4), (1,), (2,))
+
+
+def test_scopes_are_layers_of_their_own() -> None:
+    def layer():
+        found = []
+        for name in ("attention", "moe", "attention"):
+            with layer_scope(name):
+                found.append(save_for_recompute(name if not doing_recompute() else "?"))
+                with layer_scope("inner"):
+                    found.append(save_for_recompute(len(found)))
+        found.append(save_for_recompute("own"))
+        return found
+
+    forward, again = both(layer)
+    assert forward == again == [("attention",), (1,), ("moe",), (3,), ("attention",), (5,), ("own",)]
+
+
+def test_once_runs_once_and_its_inside_is_its_own_affair() -> None:
+    calls = []
+
+    def decide(n):
+        assert doing_recompute() is False
+        assert save_for_recompute(n) == (n,)  # stores nothing
+        calls.append(n)
+        return {"n": [n]}
+
+    def layer():
+        return [recompute_once(decide, 1), recompute_once(decide, n=2), recompute_once(lambda: 3)]
+
+    forward, again = both(layer)
+    assert forward == again == [{"n": [1]}, {"n": [2]}, 3]
+    assert calls == [1, 2]
+
+
+def test_inner_regions_read_what_they_decided_at_any_depth() -> None:
+    drawn = iter(range(100))
+
+    def region(depth):
+        phase, slot = open_slot(f"depth {depth}")
+        return run(phase, slot, lambda: layer(depth))
+
+    def layer(depth):
+        own = save_for_recompute(next(drawn) if not doing_recompute() else None)
+        inner = [region(depth - 1), region(depth - 1)] if depth else []
+        return [own, *inner]
+
+    slot = Slot("top")
+    forward = run(Phase.FORWARD, slot, lambda: layer(3))
+    assert next(drawn) == 15
+    assert run(Phase.RECOMPUTE, slot, lambda: layer(3)) == forward
+    assert run(Phase.RECOMPUTE, slot, lambda: layer(3)) == forward
+
+
+def test_a_region_that_only_the_forward_ran_does_not_shift_the_others() -> None:
+    def region(label, value):
+        phase, slot = open_slot(label)
+        return run(phase, slot, lambda: save_for_recompute(value if not doing_recompute() else None))
+
+    def layer():
+        if not doing_recompute():
+            region("router", 1)
+        (n,) = save_for_recompute(0)
+        return [region("expert", 2), region("expert", 3)]
+
+    assert both(layer) == ([(2,), (3,)], [(2,), (3,)])
+
+
+def test_regions_of_one_label_around_a_save_are_not_guessed() -> None:
+    def region(value):
+        phase, slot = open_slot("expert")
+        return run(phase, slot, lambda: save_for_recompute(value))
+
+    def layer():
+        if not doing_recompute():
+            region(1)
+        save_for_recompute(0)
+        return region(2)
+
+    with pytest.raises(SlotError, match="'expert' runs before and after a save") as caught:
+        both(layer)
+    assert "give the calls different labels, wrap them in layer_scope" in str(caught.value)
+
+
+def here(offset: int = 0) -> str:
+    frame = sys._getframe(1)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno + offset}"
+
+
+def lines(error: BaseException) -> list[str]:
+    return str(error).splitlines()
+
+
+def test_get_outside_a_recompute() -> None:
+    with pytest.raises(PhaseError) as caught:
+        place = here(1)
+        get_recompute_data()
+    assert lines(caught.value) == [
+        "get_recompute_data() was called outside a recompute.",
+        f"  called at: {place}",
+        "  way out: call it only where doing_recompute() is True, or use `data = save_for_recompute(data)`, which works "
+        "in both phases.",
+    ]
+    assert isinstance(caught.value, AssertionError)
+    assert isinstance(caught.value, RoundPipeError)
+
+
+def test_get_in_the_forward_names_the_layer() -> None:
+    with pytest.raises(PhaseError) as caught:
+        run(Phase.FORWARD, Slot("moe"), get_recompute_data)
+    assert lines(caught.value)[:2] == ["get_recompute_data() was called in the forward.", "  layer: 'moe'"]
+
+
+def test_nothing_saved() -> None:
+    with pytest.raises(SlotError) as caught:
+        run(Phase.RECOMPUTE, Slot("moe"), lambda: get_recompute_data())
+    text = lines(caught.value)
+    assert text[0] == "layer 'moe', the unnamed slot: the forward saved nothing there."
+    assert text[1].startswith(f"  asked for at: {__file__}:")
+    assert text[2] == (
+        "  way out: call save_for_recompute in the forward branch, under the same name and in the same scope."
+    )
+    assert isinstance(caught.value, LookupError)
+
+
+def test_an_unknown_name_lists_what_was_saved() -> None:
+    slot = Slot("moe")
+    place = here(1)
+    run(Phase.FORWARD, slot, lambda: save_for_recompute(1, name="mask"))
+    with pytest.raises(SlotError) as caught:
+        run(Phase.RECOMPUTE, slot, lambda: get_recompute_data("mark"))
+    text = lines(caught.value)
+    assert text[0] == "layer 'moe', slot 'mark': the forward saved nothing there."
+    assert text[2] == f"  saved slot 'mask': {place}"
+
+
+def test_a_second_save_shows_both_places() -> None:
+    def layer():
+        save_for_recompute(1)
+        save_for_recompute(2)
+
+    first = layer.__code__.co_firstlineno + 1
+    with pytest.raises(SlotError) as caught:
+        both(layer, "moe")
+    assert lines(caught.value) == [
+        "layer 'moe', the unnamed slot: saved twice in one forward.",
+        f"  first: {__file__}:{first}",
+        f"  again: {__file__}:{first + 1}",
+        "  way out: save everything in one call, give each save its own name=, or mark the parts of the layer by "
+        '`with layer_scope("..."):`.',
+    ]
+
+
+def test_a_second_save_in_a_scope_names_it() -> None:
+    def layer():
+        with layer_scope("attention"):
+            save_for_recompute(1, name="mask")
+            save_for_recompute(2, name="mask")
+
+    with pytest.raises(SlotError, match=r"layer 'moe', slot 'mask' in scope 'attention': saved twice"):
+        both(layer, "moe")
+
+
+def test_a_region_of_the_recompute_alone() -> None:
+    def region():
+        phase, slot = open_slot("extra")
+        return run(phase, slot, lambda: get_recompute_data())
+
+    with pytest.raises(SlotError, match="this region was not run by the forward, only by the recompute"):
+        run(Phase.RECOMPUTE, Slot("top"), region)
+
+
+def test_data_that_contains_itself() -> None:
+    ring: list = [1]
+    ring.append(ring)
+    with pytest.raises(SlotError, match=r"layer 'moe', the unnamed slot: the data contains itself"):
+        run(Phase.FORWARD, Slot("moe"), lambda: save_for_recompute(ring))
+
+
+@pytest.mark.parametrize("name", [["mask"], 3, b"mask"])
+def test_names_are_strings(name) -> None:
+    place = here(2)
+    with pytest.raises(OptionError) as caught:
+        save_for_recompute(1, name=name)
+    assert lines(caught.value) == [
+        f"save_for_recompute: name must be a string, not {name!r}.",
+        f"  called at: {place}",
+        '  way out: name the slot by a string, as in name="mask".',
+    ]
+    with pytest.raises(OptionError, match=r"get_recompute_data: name must be a string"):
+        get_recompute_data(name)
+    with pytest.raises(OptionError, match=r"layer_scope takes a name, not"):
+        layer_scope(name)
+    assert isinstance(caught.value, (TypeError, ValueError))
+
+
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.RECOMPUTE])
+def test_a_scope_left_by_an_exception_is_closed(phase: Phase) -> None:
+    def layer():
+        with pytest.raises(KeyError), layer_scope("a"), layer_scope("b"):
+            raise KeyError
+        return save_for_recompute(1)
+
+    slot = Slot("layer")
+    run(Phase.FORWARD, slot, layer)
+    assert run(phase, slot if phase is Phase.RECOMPUTE else Slot("layer"), layer) == (1,)
+
+
+def test_a_scope_left_open_by_a_generator_does_no_harm_later() -> None:
+    def parts():
+        with layer_scope("late"):
+            yield 1
+
+    held = []
+
+    def layer():
+        generator = parts()
+        next(generator)
+        held.append(generator)
+
+    run(Phase.FORWARD, Slot("a"), layer)
+
+    def other():
+        held.pop().close()  # ends the scope of a run that is over, inside another run
+        return save_for_recompute(5)
+
+    assert both(lambda: save_for_recompute(1))[1] == (1,)
+    assert run(Phase.FORWARD, Slot("b"), other) == (5,)
+
+
+def test_other_threads_are_outside() -> None:
+    seen = []
+
+    def layer():
+        worker = threading.Thread(target=lambda: seen.append((doing_recompute(), save_for_recompute(1))))
+        worker.start()
+        worker.join()
+        return doing_recompute()
+
+    assert both(layer) == (False, True)
+    assert seen == [(False, (1,)), (False, (1,))]
+
+
+def test_bytes_are_counted_inner_regions_included() -> None:
+    def layer():
+        save_for_recompute(np.zeros(10, np.int64), 3, "x", [np.zeros(2, np.int8)])
+        phase, slot = open_slot("inner")
+        run(phase, slot, lambda: save_for_recompute(np.zeros(5, np.int32)))
+
+    slot = Slot("layer")
+    run(Phase.FORWARD, slot, layer)
+    assert slot.nbytes() == 80 + 2 + 20
+
+
+class Block:
+    def forward(self):
+        pass
+
+    def attend(self):
+        pass
+
+    def __call__(self):
+        pass
+
+
+def test_labels() -> None:
+    block = Block()
+    assert label_of("mine") == "mine"
+    assert label_of(block) == label_of(block.forward) == label_of(block.__call__) == "Block"
+    assert label_of(block.attend) == "Block.attend"
+    assert label_of(functools.partial(block.attend)) == "Block.attend"
+    assert label_of(functools.partial(functools.partial(here), 1)).startswith(f"here ({__file__}:")
+    assert label_of(len) == "len"
