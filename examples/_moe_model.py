@@ -37,6 +37,7 @@ class MoE(nn.Module):
         self.gate_DE = nn.Parameter(torch.empty(D, E))
         self.up_EDH = nn.Parameter(torch.empty(E, D, H))
         self.down_EHD = nn.Parameter(torch.empty(E, H, D))
+        self.bias_E: Tensor
         self.register_buffer("bias_E", torch.zeros(E))
         self.on_decision: Callable[[Plan], None] = _nobody_listens
 
@@ -126,12 +127,12 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.embed_VD = nn.Parameter(torch.empty(sizes.V, sizes.D))
         self.position_LD = nn.Parameter(torch.empty(sizes.L, sizes.D))
-        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
+        blocks = [Block(sizes) for _ in range(sizes.layers)]
+        self.blocks = nn.ModuleList(blocks)
         self.norm_D = nn.Parameter(torch.empty(sizes.D))
         self.head_DV = nn.Parameter(torch.empty(sizes.D, sizes.V))
-        self.run_block: list[Callable[[Tensor], Tensor]] = [
-            wrap(block, f"block {n}") for n, block in enumerate(self.blocks)
-        ]
+        self.run_block = [wrap(block, f"block {n}") for n, block in enumerate(blocks)]
+        self.routers = [block.moe for block in blocks]
 
     def forward(self, tokens_BL: Tensor, targets_BL: Tensor) -> Tensor:
         x_BLD = F.embedding(tokens_BL, self.embed_VD) + self.position_LD

@@ -8,7 +8,7 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from _moe_results import Results, Way
@@ -54,7 +54,7 @@ def rows(found: Results) -> list[Row]:
         Row("loss on held-out text", lambda way: f"{way.held_out_loss:.4f}"),
         Row("gradient of step 1, relative error", lambda way: _versus(way, way.gradient_error, percent=True)),
         Row("loss, largest deviation", lambda way: _versus(way, way.loss_difference)),
-        Row("parameters, largest deviation at the end", lambda way: _versus(way, way.parameter_difference)),
+        Row("parameters and biases, largest deviation at the end", lambda way: _versus(way, way.parameter_difference)),
         Row("identical to the oracle, bit for bit", lambda way: _verdict(way)),
         Row("routing decisions per layer and step", _decisions),
         Row(f"of {found.tokens} tokens, routed otherwise in backward", _flips),
@@ -159,89 +159,93 @@ class Drawn(NamedTuple):
     png: bytes
 
 
+class Plot(NamedTuple):
+    """What a figure shows, and when there is something to show."""
+
+    name: str
+    title: str
+    caption: str
+    draw: Callable[[Axes, Results], None]
+    wide: bool = False
+    worthwhile: Callable[[Results], bool] = lambda found: True
+
+
 def draw(found: Results) -> list[Drawn]:
-    drawn = [
-        _figure(
-            _loss_curves,
-            found,
+    return [_drawn(plot, found) for plot in _plots() if plot.worthwhile(found)]
+
+
+def _plots() -> list[Plot]:
+    return [
+        Plot(
             "loss",
             "Training loss",
-            "Running mean of ten steps. The curves lie on one another; those drawn later are dashed.",
+            "Running mean over the last steps. Ours and verify are dashed, so that what lies below them can be seen.",
+            _loss_curves,
             wide=True,
         ),
-        _figure(
-            _deviations,
-            found,
+        Plot(
             "deviation",
             "Deviation from the un-checkpointed run",
             "Absolute difference of the loss, step by step, on a logarithmic scale. A run that never left the oracle "
             "has no place on it and is drawn along the bottom.",
+            _deviations,
             wide=True,
+            worthwhile=_compares,
         ),
-        _figure(
-            _bytes_held,
-            found,
+        Plot(
             "bytes",
             "Bytes held per layer after forward",
             "Everything that a layer's forward made and that is still held when the whole forward has returned, its "
             "output included. The dark foot is the saved routing plan.",
+            _bytes_held,
         ),
-        _figure(
-            _decisions_made,
-            found,
+        Plot(
             "decisions",
             "Routing decisions per layer and step",
             "How often the router ran. Hatched: in backward. With torch the gradient is computed from that second run; "
             "with verify it is an audit, compared and thrown away.",
+            _decisions_made,
         ),
-        _figure(
-            _step_times,
-            found,
+        Plot(
+            "flips",
+            "Tokens whose experts change when the router runs again",
+            "Share of tokens in all layers, step by step, with its running mean. torch's checkpointing: its second "
+            "routing of a step against its first. verify: what the audit found.",
+            _flips_seen,
+            worthwhile=lambda found: any(way.flipped for way in found.ways),
+        ),
+        Plot(
             "time",
             "Step time relative to no checkpointing",
             "Each step in relation to the same step without checkpointing. Line: the median; box: the middle half; "
             "whiskers: 5 to 95 %.",
+            _step_times,
+            worthwhile=_compares,
         ),
     ]
-    if any(way.flipped for way in found.ways):
-        drawn.insert(
-            4,
-            _figure(
-                _flips_seen,
-                found,
-                "flips",
-                "Tokens whose experts change when the router runs again",
-                "Share of tokens in all layers, step by step, with its running mean. torch's checkpointing: its second "
-                "routing of a step against its first. verify: what the audit found.",
-            ),
-        )
-    return drawn
 
 
-def _figure(
-    plot: Callable[[Axes, Results], None],
-    found: Results,
-    name: str,
-    title: str,
-    caption: str,
-    wide: bool = False,
-) -> Drawn:
-    figure = Figure(figsize=(10, 3.7) if wide else (5.4, 3.5), layout="constrained", facecolor="white")
+def _compares(found: Results) -> bool:
+    return len(found.ways) > 1
+
+
+def _drawn(plot: Plot, found: Results) -> Drawn:
+    figure = Figure(figsize=(10, 3.7) if plot.wide else (5.4, 3.5), layout="constrained", facecolor="white")
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#9aa0a8")
     axes.tick_params(color="#9aa0a8", labelcolor="#3a3f47", labelsize=9)
     axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
     axes.set_axisbelow(True)
-    plot(axes, found)
+    plot.draw(axes, found)
     for label in (axes.xaxis.label, axes.yaxis.label):
         label.set(size=9.5, color="#3a3f47")
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=170)
-    return Drawn(name, title, caption, wide, png.getvalue())
+    return Drawn(plot.name, plot.title, plot.caption, plot.wide, png.getvalue())
 
 
-_STYLES = {
+_STYLES: dict[str, dict[str, Any]] = {
     "none": {"linewidth": 5.0, "alpha": 0.45, "solid_capstyle": "round"},
     "torch": {"linewidth": 1.6},
     "ours": {"linewidth": 1.8, "dashes": (5, 4)},
@@ -264,9 +268,9 @@ def _deviations(axes: Axes, found: Results) -> None:
         steps = np.arange(1, len(way.loss_differences) + 1)
         values = np.array(way.loss_differences)
         if values.any():
-            seen = np.where(values > 0, values, np.nan)
+            shown = np.where(values > 0, values, np.nan)
             mean = _smooth(way.loss_differences, zero=floor)
-            axes.plot(steps, seen, ".", color=COLORS[way.name], markersize=3, alpha=0.35)
+            axes.plot(steps, shown, ".", color=COLORS[way.name], markersize=3, alpha=0.35)
             axes.plot(*mean, color=COLORS[way.name], label=TITLES[way.name], linewidth=1.8)
         else:
             style = _STYLES[way.name] | {"linewidth": 2.6}
@@ -392,12 +396,12 @@ def _lead_html(found: Results) -> str:
     options = found.options
     return html.escape(
         f"A language model with {options['layers']} layers of {options['experts']} experts was trained for "
-        f"{options['steps']} steps on the source text of the Python standard library: without activation checkpointing, "
-        "and in the other ways, each from the same weights, with the same text and the same random numbers. Its router "
-        "balances the load as DeepSeek-V3's does, by a bias for each expert that every forward moves, under "
-        f"{options['precision']} autocast. Checkpointing runs a layer again in backward. If its router runs again too, "
-        "it finds other biases, sends some tokens to other experts, and moves the biases once more. So the run without "
-        "checkpointing is the oracle, and every other one is judged by how far it leaves it."
+        f"{options['steps']} steps on the source text of the Python standard library: without activation "
+        "checkpointing, and in the other ways, each from the same weights, with the same text and the same random "
+        "numbers. Its router balances the load as DeepSeek-V3's does, by a bias for each expert that every forward "
+        f"moves, under {options['precision']} autocast. Checkpointing runs a layer again in backward. If its router "
+        "runs again too, it finds other biases, sends some tokens to other experts, and moves the biases once more. "
+        "So the run without checkpointing is the oracle, and every other one is judged by how far it leaves it."
     )
 
 

@@ -48,6 +48,10 @@ WAYS: dict[str, Callable[[Block, str], Callable[[Tensor], Tensor]]] = {
 ORACLE = "none"
 
 
+class DivergedError(Exception):
+    """The loss is no number any more; nothing can be compared from here on."""
+
+
 class Settings(NamedTuple):
     """How to train."""
 
@@ -127,6 +131,8 @@ def train_step(trainee: Trainee, batch_BL: np.ndarray, settings: Settings) -> St
         optimizer.zero_grad()
         seconds = time.perf_counter() - start
 
+    if not loss.isfinite():
+        raise DivergedError(f"the loss is {loss.item()} in step {len(trainee.steps) + 1} of {trainee.way!r}")
     step = Step(
         loss=loss.item(),
         seconds=seconds,
@@ -174,8 +180,8 @@ def _listening(trainee: Trainee, phase: str) -> Iterator[None]:
         if not trainee.steps and phase == "forward":
             trainee.bytes_saved.append(sum(tensor.nbytes for tensor in plan))
 
-    for layer, block in enumerate(trainee.model.blocks):
-        block.moe.on_decision = partial(hear, layer)
+    for layer, router in enumerate(trainee.model.routers):
+        router.on_decision = partial(hear, layer)
     yield
 
 

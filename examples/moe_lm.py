@@ -22,7 +22,7 @@ import _moe_report as report
 import torch
 from _moe_results import results
 from _moe_text import VOCABULARY, Text, batches, read_text
-from _moe_training import ORACLE, WAYS, Settings, Trainee, evaluate, train_step, trainees
+from _moe_training import ORACLE, WAYS, DivergedError, Settings, Trainee, evaluate, train_step, trainees
 from _moe_weights import Sizes
 from rich.console import Console
 from tqdm import tqdm
@@ -47,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nStopped. Nothing was written.", file=sys.stderr)
         return 130
+    except DivergedError as error:
+        parser.error(f"{error}; try a smaller --learning-rate than {options.learning_rate:g}")
     found = results(trained, text, vars(options))
     console = Console(width=None if sys.stdout.isatty() else 100)
     report.print_table(found, console)
@@ -107,7 +109,7 @@ def command_line() -> argparse.ArgumentParser:
     say(
         "--steps",
         type=whole(1),
-        default=250,
+        default=280,
         metavar="N",
         help="training steps for each way (default: %(default)s)",
     )
@@ -156,9 +158,9 @@ def command_line() -> argparse.ArgumentParser:
     say(
         "--threads",
         type=whole(1),
-        default=min(2, cores()),
+        default=1,
         metavar="N",
-        help="compute threads (default: %(default)s)",
+        help="compute threads (default: %(default)s; more are faster where all these cores are idle)",
     )
     say(
         "--seed",
@@ -230,11 +232,6 @@ def ways(text: str) -> list[str]:
     if not named:
         raise argparse.ArgumentTypeError(f"name at least one of {', '.join(WAYS)}")
     return [name for name in WAYS if name in {ORACLE, *named}]
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _bfloat16_is_fast() -> bool:

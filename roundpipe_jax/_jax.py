@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 
 __all__ = [
+    "cannot_name",
     "concrete_value",
     "fresh_var",
     "is_float",
@@ -19,6 +20,7 @@ __all__ = [
     "named",
     "optimization_barrier",
     "replaced",
+    "scan_sizes",
     "struct",
     "trace_state",
     "user_context",
@@ -37,6 +39,12 @@ def trace_state() -> Any:
     """The trace that operations of this thread go to now. Compare two by `==`."""
     state: Any = jax.extend.core.get_opaque_trace_state
     return state()
+
+
+def cannot_name() -> bool:
+    """Whether naming a value would fail: the coming `jax.checkpoint` has no rule for names under `jax.vmap`."""
+    state: Any = jax.extend.core
+    return is_remat3() and bool(state.unsafe_am_i_under_a_vmap_DO_NOT_USE())
 
 
 def is_tracer(value: Any) -> bool:
@@ -71,14 +79,16 @@ def optimization_barrier(values: _T) -> _T:
     Under `jax.shard_map` one barrier would make them all vary over the mesh, so each kind gets its own.
     """
     leaves, tree = jax.tree.flatten(values)
+    structure: Any = tree
     kinds: dict[Any, list[int]] = {}
     for n, leaf in enumerate(leaves):
-        kinds.setdefault(getattr(jax.typeof(leaf), "vma", None), []).append(n)
+        kind: Any = jax.typeof(leaf)
+        kinds.setdefault((getattr(kind, "mat", None), getattr(kind, "vma", None)), []).append(n)
     for numbers in kinds.values():
         barred = _untyped.lax.optimization_barrier([leaves[n] for n in numbers])
         for n, leaf in zip(numbers, barred, strict=True):
             leaves[n] = leaf
-    result: _T = tree.unflatten(leaves)
+    result: _T = structure.unflatten(leaves)
     return result
 
 
@@ -97,3 +107,11 @@ def replaced(part: _T, **parts: Any) -> _T:
 def fresh_var(like: Var) -> Var:
     """A new variable of a program."""
     return Var(like.aval)
+
+
+def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are its carry."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # since jax 0.11
+    return len(consts), len(carry)

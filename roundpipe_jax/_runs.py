@@ -21,7 +21,7 @@ from roundpipe_core._phase import Phase, Run, thread
 from roundpipe_core._slots import Key, Place, Slot, spoken, where
 from roundpipe_core._trees import Spec, flatten, paths, unflatten
 
-from ._jax import concrete_value, is_float, is_tracer, named, trace_state, user_context
+from ._jax import cannot_name, concrete_value, is_float, is_tracer, named, trace_state, user_context
 
 __all__ = ["SAVED", "JaxRun", "NeedsFreshTraces", "NeedsTags", "execute", "is_abstract", "saved_outside"]
 
@@ -146,7 +146,7 @@ def saved_outside(data: tuple[Any, ...]) -> tuple[Any, ...]:
         spec = flatten(data, leaves, expand)
     except RecursionError:
         return data
-    if not any(is_tracer(leaf) for leaf in leaves):
+    if not any(is_tracer(leaf) for leaf in leaves) or cannot_name():
         return data
     saved = (named(leaf, SAVED) if is_tracer(leaf) else leaf for leaf in leaves)
     handed_back: tuple[Any, ...] = unflatten(spec, saved)

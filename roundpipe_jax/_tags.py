@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from roundpipe_core._errors import MismatchError, message
 
-from ._jax import fresh_var, named, replaced, struct
+from ._jax import fresh_var, named, replaced, scan_sizes, struct
 from ._runs import SAVED
 
 __all__ = ["lead_through_tags", "name_of", "names_in", "subprograms"]
@@ -204,6 +204,6 @@ def _operands(eqn: JaxprEqn, saved: set[int]) -> list[Any]:
     if eqn.primitive.name == "cond":
         return [eqn.invars[n + 1] for n in saved]
     if eqn.primitive.name == "scan":
-        consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        consts, carry = scan_sizes(eqn.params)
         return [eqn.invars[n] for n in saved if not consts <= n < consts + carry]
     return []

@@ -24,8 +24,8 @@ from roundpipe_core._slots import Slot
 from roundpipe_core._trees import Spec, flatten, unflatten
 
 from ._errors import CheckpointMismatchError
-from ._matching import Pairs, Trace, match, match_prefix, node_count, region_codes
-from ._state import Ambient, Generators, Visit, generators_of
+from ._matching import Pairs, Trace, match, match_aligned, node_count, region_codes
+from ._state import Ambient, DrawWatch, Generators, Visit, generators_of
 from ._verify import Audit
 
 __all__ = ["Frame", "Inputs", "Options", "TorchRun"]
@@ -46,13 +46,12 @@ class Options(NamedTuple):
 class TorchRun(Run):
     """A run whose saved tensors are traced and whose random numbers line up."""
 
-    __slots__ = ("_expected", "generators", "trace")
+    __slots__ = ("generators", "trace")
 
     def __init__(self, phase: Phase, slot: Slot, trace: Trace | None, generators: Generators | None) -> None:
         super().__init__(phase, slot)
         self.trace = trace
         self.generators = generators
-        self._expected: list[torch.Tensor] = []
 
     def consulted(self) -> None:
         if self.trace is not None:
@@ -67,12 +66,7 @@ class TorchRun(Run):
 
     def restore_state(self, state: list[torch.Tensor] | None) -> None:  # R7
         if self.generators and state is not None:
-            self._expected = state
             self.generators.set(state)
-
-    def drew(self) -> bool:
-        """Whether the generators moved since this run last set them."""
-        return self.generators is not None and not self.generators.at(self._expected)
 
     def without_gradient(self, function: Callable[[], Any]) -> Any:
         with torch.no_grad():
@@ -183,7 +177,7 @@ class Frame:
 
     __slots__ = (
         "__weakref__", "_ambient", "_crowded", "_function", "_generators", "_inputs", "_located", "_lock", "_needed",
-        "_options", "_outputs", "_verified", "asked", "returned", "slot", "stop_at", "trace",
+        "_options", "_outputs", "_verified", "returned", "slot", "stop_at", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -203,7 +197,6 @@ class Frame:
         self._verified = options.verify == "off"
         self._crowded = False
         self.returned = False
-        self.asked: Holder  # whom the recompute under way runs for
         self.stop_at = -1
         outer = thread.run
         # What an outer layer learned of its phase may steer this one.
@@ -246,12 +239,20 @@ class Frame:
         """The value of a holder that has none: recompute, once for all holders still alive."""
         with self._lock:
             if holder.value is None:
-                recompute = _Recompute(self)
-                self.asked = holder
-                recompute.run(holder)
+                recompute = self._recompute(holder)
                 if holder.value is None:
                     raise self._mismatch(holder, recompute)
             return holder.value
+
+    def _recompute(self, asked: Holder) -> _Recompute:
+        watch = DrawWatch() if self._crowded or Visit.others() else None
+        recompute = _Recompute(self, asked)
+        if recompute.run(watch) and watch is None:  # another thread came in meanwhile: look again, more closely
+            watch, recompute = DrawWatch(), _Recompute(self, asked)
+            recompute.run(watch)
+        if watch is not None and watch.drew:
+            raise self._crowd_error()
+        return recompute
 
     def fill(self, pairs: Pairs, recompute: Trace) -> None:
         """Give the holders still alive the values of their partners."""
@@ -337,18 +338,20 @@ class Frame:
 class _Recompute:
     """One run of a frame's region during backward."""
 
-    __slots__ = ("_stop_offset", "_stop_segment", "done", "frame", "trace")
+    __slots__ = ("_asked", "_stop_offset", "_stop_segment", "_tried", "done", "frame", "trace")
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: Frame, asked: Holder) -> None:
         self.frame = frame
+        self._asked = asked  # the holder that backward waits for
+        self._tried = -1
         self.trace = Trace(frame._options.debug, frame._located)
         self.done = False
         self._stop_segment = self._stop_offset = -1
         if frame.stop_at >= 0:
             self._stop_segment, self._stop_offset = frame.trace.position(frame.stop_at)
 
-    def run(self, asked: Holder) -> None:
-        """Recompute, and fill the frame's holders. `asked` is the one that backward waits for."""
+    def run(self, watch: DrawWatch | None) -> bool:
+        """Recompute, and fill the frame's holders. Returns whether another thread was inside a region meanwhile."""
         frame = self.frame
         options, generators = frame._options, frame._generators
         args, kwargs = frame.inputs()
@@ -364,30 +367,30 @@ class _Recompute:
                 frame._ambient.restore(stack)
                 audit = frame._audit(args, kwargs)
                 if generators:
-                    run.restore_state(generators.start)
+                    generators.set(generators.start)
                 if options.contexts is not None:
                     stack.enter_context(options.contexts[1])
                 stack.enter_context(saved_tensors_hooks(self._pack, _unpack_recomputed))
+                if watch is not None:
+                    stack.enter_context(watch)
                 thread.run = run
                 try:
                     outputs = frame._function(*args, **kwargs)
                 finally:
                     thread.run = outer
-            self.finish(asked)
+            self._finish()
             if audit is not None:
                 frame._audited(audit, outputs)
         except _Stop as stop:
             if stop.recompute is not self:
                 raise
         finally:
-            crowded = visit.end() or frame._crowded
-            drew = crowded and run.drew()
+            crowded = visit.end()
             if generators:
                 generators.set(kept)
             if isinstance(outer, TorchRun) and outer.trace is not None:
                 outer.trace.skip(node_count() - nodes)
-        if drew:
-            raise frame._crowd_error()
+        return crowded
 
     def _pack(self, tensor: torch.Tensor) -> _Recomputed:
         partner = _Recomputed(self, tensor.detach() if tensor.requires_grad else tensor)
@@ -407,17 +410,29 @@ class _Recompute:
     def _complete(self) -> bool:
         """Fill the holders if all that are needed stand in aligned segments, the last of them unfinished."""
         frame, trace = self.frame, self.trace
-        pairs = match_prefix(frame.trace, frame.needed(), trace)
-        if pairs is None:
+        pairs, complete = match_aligned(frame.trace, frame.needed(), trace)
+        if complete:
+            frame.fill(pairs, trace)
+        return complete
+
+    def answers(self) -> bool:
+        """Whether the forward, waiting in a call of autograd of its own, can go on: the recompute has got there too."""
+        frame, trace = self.frame, self.trace
+        if frame.returned or self.done or self._tried == len(trace.packs):
+            return False
+        self._tried = len(trace.packs)
+        pairs, _ = match_aligned(frame.trace, frame.needed(), trace)
+        if self._asked.index not in pairs:
             return False
         frame.fill(pairs, trace)
+        self.done = True
         return True
 
-    def finish(self, asked: Holder) -> None:
-        """The layer has returned, or asks for its own gradient: match what is alive now."""
+    def _finish(self) -> None:
+        """The layer has returned: match what is alive now."""
         if self.done:
             return
-        frame, trace = self.frame, self.trace
+        frame, trace, asked = self.frame, self.trace, self._asked
         compare = frame._options.compare
         trace.finished()
         frame.fill(match(frame.trace, frame.needed(), trace, compare), trace)
@@ -444,12 +459,8 @@ def _unpack(holder: Holder) -> torch.Tensor:
 
 
 def _unpack_recomputed(partner: _Recomputed) -> torch.Tensor:
-    recompute = partner.recompute
-    frame = recompute.frame
-    if not frame.returned and not recompute.done:
-        # The forward is waiting for this recompute inside its own call of autograd; this is that call.
-        recompute.finish(frame.asked)
-        raise _Stop(recompute)
+    if partner.recompute.answers():
+        raise _Stop(partner.recompute)
     if partner.value._version != partner.version:
-        raise frame._changed(partner.value)
+        raise partner.recompute.frame._changed(partner.value)
     return partner.value

@@ -26,7 +26,7 @@ import torch
 node_count: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """Autograd nodes that this thread has made."""
 
-__all__ = ["Pairs", "Saved", "Trace", "match", "match_prefix", "node_count", "region_codes"]
+__all__ = ["Pairs", "Saved", "Trace", "match", "match_aligned", "node_count", "region_codes"]
 
 Pairs = dict[int, int]
 """Index of a forward pack to the index of the recompute's pack that stands for it."""
@@ -136,21 +136,20 @@ def _line() -> int:
     return name
 
 
-def match_prefix(forward: Trace, needed: list[int], recompute: Trace) -> Pairs | None:
-    """Pair all of `needed` with the packs of a recompute that has just made the last of them; None if not sure."""
+def match_aligned(forward: Trace, needed: list[int], recompute: Trace) -> tuple[Pairs, bool]:
+    """Pair `needed` with the packs of a recompute under way, by aligned segments; the last one counts as far as it got.
+
+    Also tells whether that gave each of them a partner.
+    """
     segments = list(zip(forward.segments(), recompute.segments(), strict=False))
-    last = segments[-1]
-    (begin, _), (other, end) = last
-    segments[-1] = (begin, begin + end - other), (other, end)
+    (begin, end), (other, now) = segments[-1]
+    segments[-1] = (begin, min(end, begin + now - other)), (other, now)
     pairs: Pairs = {}
     for ours, theirs in segments:
         here = needed[bisect_left(needed, ours[0]) : bisect_left(needed, ours[1])]
-        if here:
-            if not _aligned(forward, ours, recompute, theirs):
-                return None
-            shift = theirs[0] - ours[0]
-            pairs |= {n: n + shift for n in here}
-    return pairs
+        if here and _aligned(forward, ours, recompute, theirs):
+            pairs |= {n: n + theirs[0] - ours[0] for n in here}
+    return pairs, len(pairs) == len(needed)
 
 
 def match(forward: Trace, needed: list[int], recompute: Trace, compare: bool) -> Pairs:

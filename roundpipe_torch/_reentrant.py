@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ class _Reentrant(torch.autograd.Function):
         ctx.region = region
         ctx.save_for_backward(*tensors)
         # With a graph, so that a saved value's gradient shows (R5), but a graph that keeps nothing.
-        with torch.enable_grad(), saved_tensors_hooks(_drop, _refuse):
+        with torch.enable_grad(), saved_tensors_hooks(partial(_drop, region.slot), _refuse):
             leaves = region.run(phase, tensors)
         region.output_leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -145,11 +146,17 @@ class _Reentrant(torch.autograd.Function):
         return (None, None, None, *(tensor.grad for tensor in tensors))
 
 
-def _drop(tensor: torch.Tensor) -> None:
-    return None
+def _drop(slot: Slot, tensor: torch.Tensor) -> Slot:
+    return slot
 
 
-def _refuse(nothing: None) -> torch.Tensor:
-    raise RuntimeError(
-        "use_reentrant=True keeps no graph in forward, so the layer cannot differentiate inside itself there"
+def _refuse(slot: Slot) -> torch.Tensor:
+    raise MismatchError(
+        message(
+            f"layer {slot.label!r}: use_reentrant=True keeps no graph of the forward, and a gradient through it was asked "
+            "for.",
+            [],
+            "return from the layer every tensor that the loss uses (a router's logits recorded on the side too), do not "
+            "differentiate inside the layer, or use the default engine (use_reentrant=False).",
+        )
     )

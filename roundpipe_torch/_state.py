@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Ambient", "Generators", "Visit", "generators_of", "modules_of"]
+__all__ = ["Ambient", "DrawWatch", "Generators", "Visit", "generators_of", "modules_of"]
 
 _ACCELERATOR = torch.accelerator.current_accelerator()
 _CPU_ONLY: tuple[torch.Generator, ...] = (torch.default_generator,)
@@ -37,10 +38,6 @@ class Generators:
         """Continue from `states`."""
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
-
-    def at(self, states: list[torch.Tensor]) -> bool:
-        """Whether the generators stand at `states`."""
-        return all(map(torch.equal, self.now(), states))
 
     def since_start(self) -> list[torch.Tensor]:
         """The states now; the very list `start` if nothing was drawn since."""
@@ -70,6 +67,11 @@ class Visit:
                 Visit._meetings += 1
             self._meeting = Visit._meetings
 
+    @staticmethod
+    def others() -> bool:
+        """Whether another thread is inside now."""
+        return bool(Visit._inside - {threading.get_ident()})
+
     def end(self) -> bool:
         """Leave; whether another thread was inside meanwhile."""
         if not self._watching:
@@ -77,6 +79,21 @@ class Visit:
         if not self._nested:
             Visit._inside.discard(threading.get_ident())
         return self._crowded or self._meeting != Visit._meetings
+
+
+class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notices draws from default generators."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.drew = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.drew and torch.Tag.nondeterministic_seeded in func.tags:
+            given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+            self.drew = given.get("generator") is None and given.get("dropout_p") != 0.0
+        return func(*args, **kwargs)
 
 
 def generators_of(function: Any, leaves: Iterable[Any]) -> tuple[torch.Generator, ...]:
@@ -147,8 +164,6 @@ def _settings() -> Iterator[_Setting]:
         yield getattr(c, f"_get_{name}"), _spread(getattr(c, f"_set_{name}"))
     yield c._get_cublas_allow_fp16_accumulation, c._set_cublas_allow_fp16_accumulation
     yield _deterministic, lambda value: c._set_deterministic_algorithms(value[0], warn_only=value[1])
-    for backend, op in itertools.product(("cuda", "mkldnn"), ("matmul", "conv", "rnn")):
-        yield partial(c._get_fp32_precision_getter, backend, op), partial(c._set_fp32_precision_setter, backend, op)
 
 
 def _deterministic() -> tuple[bool, bool]:
@@ -160,8 +175,40 @@ def _spread(writer: Callable[..., Any]) -> Callable[[Any], Any]:
     return lambda value: writer(*value) if isinstance(value, tuple) else writer(value)
 
 
-_SETTINGS = tuple(_settings())
+_FP32 = tuple(itertools.product(("cuda", "mkldnn"), ("matmul", "conv", "rnn")))
+_SETTINGS: tuple[_Setting, ...] = (
+    *_settings(),
+    *(
+        (partial(torch._C._get_fp32_precision_getter, *of), partial(torch._C._set_fp32_precision_setter, *of))
+        for of in _FP32
+    ),
+)
 _READERS = tuple(reader for reader, _ in _SETTINGS)
+
+# The older switches over the same float32 settings. Torch refuses to read them while they disagree with the new ones.
+_OLD_FP32: tuple[tuple[Callable[[], Any], Callable[[Any], Any], tuple[Any, ...], tuple[int, ...]], ...] = (
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, ("highest", "high", "medium"), (-6, -3)),
+    (torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32, (True, False), (-5, -4)),
+)
+
+
+def _apply(values: list[Any]) -> None:
+    """Set whatever differs from `values`."""
+    if [read() for read in _READERS[-len(_FP32) :]] != values[-len(_FP32) :]:
+        for _, write, candidates, covered in _OLD_FP32:
+            for candidate in candidates:
+                write(candidate)
+                if all(_plain(_READERS[n]()) == _plain(values[n]) for n in covered):
+                    break
+    for (read, write), value in zip(_SETTINGS, values, strict=True):
+        if read() != value:
+            write(value)
+
+
+def _plain(precision: str) -> str:
+    return "ieee" if precision == "none" else precision
+
+
 _AUTOCAST_DEVICES = ("cpu",) if _ACCELERATOR is None else ("cpu", _ACCELERATOR.type)
 
 
@@ -196,10 +243,8 @@ class Ambient:
         """Put back whatever differs now, until `stack` closes."""
         values = [read() for read in _READERS]
         if values != self._values:
-            for (_, write), now, then in zip(_SETTINGS, values, self._values, strict=True):
-                if now != then:
-                    stack.callback(write, now)
-                    write(then)
+            stack.callback(_apply, values)
+            _apply(self._values)
         if self._autocast or torch._C._is_any_autocast_enabled():
             for device in _AUTOCAST_DEVICES:
                 stack.enter_context(torch.autocast(device, enabled=False))

@@ -25,7 +25,7 @@ from roundpipe_torch import (
     remat,
     save_for_recompute,
 )
-from tests.on_torch.oracle import ENGINES, WAYS, Source, agree, by_remat, decided, leaf, plain, reentrant, same
+from tests.on_torch.oracle import ENGINES, WAYS, Source, agree, decided, leaf, plain, reentrant, same
 
 T, D = 12, 6
 
@@ -245,7 +245,7 @@ class Pair(tuple):
     __slots__ = ()
 
 
-Named = collections.namedtuple("Named", "left right")  # noqa: PYI024
+Named = collections.namedtuple("Named", "left right")
 
 
 def forms(x, w):
@@ -445,7 +445,9 @@ def inner_saved_tensor_hooks(x, w):
 
 
 def torchs_checkpoint_inside(x, w):
-    return torch.utils.checkpoint.checkpoint(lambda x: torch.tanh(x @ w).exp(), x * decided(lambda: 2), use_reentrant=False)
+    return torch.utils.checkpoint.checkpoint(
+        lambda x: torch.tanh(x @ w).exp(), x * decided(lambda: 2), use_reentrant=False
+    )
 
 
 def twice(x, w):

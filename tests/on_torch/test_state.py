@@ -1,0 +1,282 @@
+"""R7 and the settings that a recompute must find as the forward found them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from roundpipe_torch import (
+    MismatchError,
+    checkpoint,
+    doing_recompute,
+    get_recompute_data,
+    recompute_once,
+    save_for_recompute,
+)
+
+
+def leaf(seed: int = 0) -> torch.Tensor:
+    return torch.randn(16, 16, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def noisy(x, gate):
+    """Dropout before, in and after the decision; the decision's own draws are skipped in the recompute."""
+    x = F.dropout(x, 0.3)
+    if doing_recompute():
+        (top,) = get_recompute_data()
+    else:
+        top = (x @ gate + torch.randn(16, 16)).topk(2).indices
+        save_for_recompute(top)
+    h = F.dropout(torch.tanh(x), 0.5)
+    if doing_recompute():
+        (mask,) = get_recompute_data("mask")
+    else:
+        mask = torch.rand(16, 2) < 0.5
+        save_for_recompute(mask, name="mask")
+    return F.dropout(h.gather(1, top) * mask, 0.5)
+
+
+def noisy_once(x, gate):
+    top = recompute_once(lambda: (F.dropout(x, 0.2) @ gate + torch.randn(16, 16)).topk(2).indices)
+    return F.dropout(torch.tanh(F.dropout(x, 0.5)).gather(1, top), 0.5)
+
+
+def noisy_nested(x, gate):
+    return F.dropout(checkpoint(noisy, F.dropout(x, 0.5), gate), 0.5)
+
+
+def step(call, layer, seed: int = 1):
+    torch.manual_seed(seed)
+    x, gate = leaf(), leaf(1)
+    y = call(layer, x, gate)
+    after = torch.rand(3)
+    (y.square().sum() + F.dropout(x, 0.5).sum()).backward()
+    return [y.detach(), x.grad, after, torch.rand(3)]
+
+
+def plain(layer, *args):
+    return layer(*args)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("layer", [noisy, noisy_once, noisy_nested])
+def test_random_numbers_line_up_and_the_streams_outside_do_not_notice(layer, use_reentrant, monkeypatch) -> None:
+    got = step(lambda f, *args: checkpoint(f, *args, use_reentrant=use_reentrant), layer)
+    monkeypatch.setitem(globals(), "checkpoint", plain)  # the inner one
+    want = step(plain, layer)
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+def test_without_preserving_the_draws_are_free() -> None:
+    torch.manual_seed(0)
+    x = leaf()
+    seen = []
+
+    def layer(x):
+        seen.append(torch.rand(()).item())
+        return x.exp()
+
+    checkpoint(layer, x, preserve_rng_state=False).sum().backward()
+    assert seen[0] != seen[1]
+    checkpoint(layer, x).sum().backward()
+    assert seen[2] == seen[3]
+
+
+def test_two_threads_that_draw_are_told_rather_than_given_other_masks() -> None:
+    """The default generator is one for all threads: what was drawn between two draws cannot be known."""
+    barrier = threading.Barrier(2)
+    errors = []
+
+    def layer(x):
+        barrier.wait(10)
+        y = F.dropout(x, 0.5)
+        barrier.wait(10)
+        return y.exp()
+
+    def train():
+        try:
+            checkpoint(layer, leaf()).sum().backward()
+        except MismatchError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=train) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 2
+    first, _, way_out = errors[0].partition("\n")
+    assert "draws random numbers while another thread is inside a checkpointed layer too" in first
+    assert "recompute_once" in way_out
+    assert "preserve_rng_state=False" in way_out
+
+
+@pytest.mark.parametrize("draw", ["nothing", "once"])
+def test_two_threads_that_draw_nothing_in_the_recompute_are_right(draw) -> None:
+    barrier = threading.Barrier(2, timeout=10)
+    results = {}
+
+    def layer(x, mine):
+        barrier.wait()
+        mask = recompute_once(lambda: torch.rand(16, 16) < 0.5) if draw == "once" else torch.ones(16, 16)
+        mine.append(mask)
+        barrier.wait()
+        return x.exp() * mask
+
+    def train(n):
+        mine: list[torch.Tensor] = []
+        x = leaf()
+        checkpoint(layer, x, mine).sum().backward()
+        results[n] = torch.equal(x.grad, (x.detach().exp() * mine[0]))
+
+    threads = [threading.Thread(target=train, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {0: True, 1: True}
+
+
+# Ambient settings: `with setting: y = checkpoint(layer, x)`, then backward outside
+
+
+@contextlib.contextmanager
+def switched(read, write, value):
+    before = read()
+    write(value)
+    try:
+        yield
+    finally:
+        write(before)
+
+
+SETTINGS = {
+    "nothing": contextlib.nullcontext,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "autocast float16": lambda: torch.autocast("cpu", dtype=torch.float16),
+    "autocast without cache": lambda: torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False),
+    "default dtype": lambda: switched(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "default device": lambda: torch.device("meta"),
+    "deterministic": lambda: switched(
+        torch.are_deterministic_algorithms_enabled,
+        lambda on: torch._C._set_deterministic_algorithms(on, warn_only=False),
+        True,
+    ),
+    "matmul precision": lambda: switched(
+        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
+    ),
+    "cudnn benchmark": lambda: torch.backends.cudnn.flags(benchmark=True, deterministic=True, allow_tf32=False),
+    "new precision switch": lambda: switched(
+        lambda: torch.backends.cuda.matmul.fp32_precision,
+        lambda value: setattr(torch.backends.cuda.matmul, "fp32_precision", value),
+        "tf32",
+    ),
+    "mkldnn off": lambda: switched(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False),
+    "sdpa": lambda: sdpa_kernel([SDPBackend.MATH]),
+}
+
+
+def old_precision():
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # mixed with the new switches
+        return "mixed"
+
+
+def ambient():
+    return {
+        "autocast": torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        "cache": torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled(),
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "precision": [torch._C._get_fp32_precision_getter("cuda", op) for op in ("matmul", "conv", "rnn")],
+        "old precision": old_precision(),
+        "cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32),
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "sdpa": (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()),
+        "grad": torch.is_grad_enabled(),
+    }
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("around_backward", ["nothing", "autocast", "default dtype", "sdpa", "default device"])
+@pytest.mark.parametrize("around_forward", SETTINGS)
+def test_the_recompute_finds_the_settings_of_the_forward(around_forward, around_backward, use_reentrant) -> None:
+    seen = []
+
+    def layer(x):
+        seen.append(ambient())
+        return x.exp()
+
+    x = torch.ones(2, requires_grad=True)
+    with SETTINGS[around_forward]():
+        y = checkpoint(layer, x, use_reentrant=use_reentrant)
+    with SETTINGS[around_backward]():
+        before = ambient()
+        y.backward(torch.ones(2, device="cpu", dtype=torch.float32))
+        assert ambient() == before
+    if seen[0]["old precision"] == "mixed":  # cannot be read, so not be restored
+        seen[1]["old precision"] = "mixed"
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("history", ["fresh", "used without grad", "used with grad"])
+def test_autocast_whatever_its_cache_held(history) -> None:
+    def run(call):
+        torch.manual_seed(0)
+        linear, x = torch.nn.Linear(16, 16), leaf()
+        extra = 0.0
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            if history == "used without grad":
+                with torch.no_grad():
+                    linear(x)
+            if history == "used with grad":
+                extra = linear(x).float().sum()
+            y = call(lambda x: torch.tanh(linear(torch.tanh(linear(x)))), x)
+        (y.float().square().sum() + extra).backward()
+        return [x.grad, linear.weight.grad]
+
+    want, got = run(lambda f, x: f(x)), run(checkpoint)
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+@pytest.mark.cuda
+def test_every_devices_generator_lines_up() -> None:
+    def layer(x):
+        x = F.dropout(x, 0.3)
+        if doing_recompute():
+            (top,) = get_recompute_data()
+        else:
+            top = (x + torch.randn(16, 16, device="cuda")).topk(2).indices
+            save_for_recompute(top)
+        return F.dropout(torch.tanh(x).gather(1, top), 0.5) * torch.rand(()).item()
+
+    def run(call):
+        torch.manual_seed(0)
+        x = leaf().detach().cuda().requires_grad_()
+        call(layer, x).square().sum().backward()
+        return x.grad, torch.rand(2, device="cuda")
+
+    want, got = run(plain), run(checkpoint)
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+@pytest.mark.cuda
+def test_save_and_get_wait_for_no_device() -> None:
+    def layer(x):
+        (top,) = save_for_recompute(x.detach().topk(2).indices)
+        return torch.tanh(x).gather(1, top)
+
+    x = leaf().detach().cuda().requires_grad_()
+    checkpoint(layer, x).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        checkpoint(layer, x).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
