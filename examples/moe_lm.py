@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DivergedError as error:
         parser.error(f"{error}; try a smaller --learning-rate than {options.learning_rate:g}")
     found = results(trained, text, vars(options))
-    console = Console(width=None if sys.stdout.isatty() else 100)
+    console = Console(width=None if sys.stdout.isatty() else 120)
     report.print_table(found, console)
     for path in report.write(found, options.out):
         console.print(f"  {path}", style="dim", highlight=False, soft_wrap=True)

@@ -133,7 +133,7 @@ def check_matches(policy: Any, program: ClosedJaxpr, layer: str) -> None:
                     "name the value by jax.ad_checkpoint.checkpoint_name(value, name), and use what that returns.",
                 )
             )
-    if policy in _DOTS and not any(_keeps(policy, eqn) for eqn in _operations(program.jaxpr)):
+    if policy in _DOTS and not any(_may_keep(policy, eqn) for eqn in _operations(program.jaxpr)):
         raise OptionError(
             message(
                 f"layer {layer!r}: the policy keeps matrix products, and matches nothing in the layer.",
@@ -151,7 +151,9 @@ def _known_to_remat3(policy: Any) -> bool:
     )
 
 
-def _keeps(policy: Any, eqn: JaxprEqn) -> bool:
+def _may_keep(policy: Any, eqn: JaxprEqn) -> bool:
+    if eqn.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call")):
+        return True  # its derivative is not in the program yet
     return bool(policy(eqn.primitive, *(atom.aval for atom in eqn.invars), **eqn.params))
 
 

@@ -18,13 +18,14 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from roundpipe_core import MutationError
+from roundpipe_core._backend import expand
 from roundpipe_core._errors import message
 from roundpipe_core._phase import Phase, Run, thread
 from roundpipe_core._slots import Slot
 from roundpipe_core._trees import Spec, flatten, unflatten
 
 from ._errors import CheckpointMismatchError
-from ._matching import Pairs, Trace, match, match_aligned, node_count, region_codes
+from ._matching import Leaf, Pairs, Trace, match, match_aligned, node_count, node_names, region_codes
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of
 from ._verify import Audit
 
@@ -59,7 +60,7 @@ class TorchRun(Run):
 
     def told(self) -> None:
         if self.trace is not None:
-            self.trace.locating = True
+            self.trace.told()
 
     def state(self) -> list[torch.Tensor] | None:  # R7
         return self.generators.since_start() if self.generators else None
@@ -145,13 +146,14 @@ else:
 class Holder:
     """What autograd keeps instead of a tensor: its place in a frame, and its value between recompute and use."""
 
-    __slots__ = ("__weakref__", "frame", "index", "value", "version")
+    __slots__ = ("__weakref__", "fault", "frame", "index", "value", "version")
 
     def __init__(self, frame: Frame, index: int) -> None:
         self.frame = frame
         self.index = index
         self.value: torch.Tensor | None = None
         self.version = 0
+        self.fault: tuple[str, str] | None = None  # what speaks, or may speak, against the value
 
 
 class _Recomputed:
@@ -200,7 +202,7 @@ class Frame:
         self.stop_at = -1
         outer = thread.run
         # What an outer layer learned of its phase may steer this one.
-        self._located = isinstance(outer, TorchRun) and outer.trace is not None and outer.trace.locating
+        self._located = isinstance(outer, TorchRun) and outer.trace is not None and outer.trace.told_at >= 0
         self.trace = Trace(options.debug, self._located)
 
     def forward(self, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -260,6 +262,27 @@ class Frame:
             holder, partner = self.trace.refs[ours](), recompute.refs[theirs]()
             if holder is not None and partner is not None:
                 holder.value, holder.version = partner.value, partner.version
+                holder.fault = self._leaf_fault(ours, recompute.leaves.get(theirs))
+
+    def guess(self, guesses: Pairs, recompute: Trace, outputs: Any) -> None:
+        """As `fill`, for pairs that hold only if the same kind of node saved both."""
+        leaves: list[Any] = []
+        flatten(outputs, leaves, expand)
+        names = node_names(leaves)
+        self.fill(guesses, recompute)
+        for ours, theirs in guesses.items():
+            holder = self.trace.refs[ours]()
+            if holder is not None and holder.fault is None:
+                holder.fault = ("saved by", names.get(recompute.numbers[theirs], "?"))
+
+    def _leaf_fault(self, ours: int, again: Leaf | None) -> tuple[str, str] | None:
+        """What speaks against a weight: that it is not the forward's, or not as the forward had it."""
+        before = self.trace.leaves.get(ours)
+        if before is None or again is None:
+            return None
+        if before.identity == again.identity:
+            return None if before.version == again.version else ("changed", "")
+        return ("replaced", "") if again.parameter else None
 
     def needed(self) -> list[int]:
         """The packs that a backward may ask for."""
@@ -279,6 +302,34 @@ class Frame:
                 "torch.no_grad() or detach it, and keep no differentiable statistic (such as self.aux = logits.sum()) "
                 "of one phase only. checkpoint(..., debug=True) adds the lines; use_reentrant=True allows any "
                 "difference.",
+            )
+        )
+
+    def _check(self, fault: tuple[str, str], holder: Holder, value: torch.Tensor) -> None:
+        kind, maker = fault
+        if kind == "saved by":
+            node: Any = torch._C._current_autograd_node()
+            asks = node is not None and node._sequence_nr() == self.trace.numbers[holder.index]
+            if not asks or node.name() == maker:  # an inner region that asks for its input saved it without a node
+                return
+            raise CheckpointMismatchError(
+                message(
+                    f"layer {self.slot.label!r}: backward of {node.name()} needs {self.trace.packs[holder.index]}, "
+                    f"saved by the forward as number {holder.index}; in its place the recompute saved one for {maker}.",
+                    [],
+                    "make both phases run the same differentiable operations, in the same order, after the decision; "
+                    "use_reentrant=True allows any difference.",
+                )
+            )
+        if kind == "changed":
+            raise self._changed(value)
+        raise CheckpointMismatchError(
+            message(
+                f"layer {self.slot.label!r}: the recompute used another parameter than the forward: "
+                f"{self.trace.packs[holder.index]}.",
+                [],
+                "if parameters are swapped in for a call (torch.func.functional_call, an average of weights), do it "
+                "inside the checkpointed layer, or keep them swapped in until backward is done.",
             )
         )
 
@@ -378,7 +429,7 @@ class _Recompute:
                     outputs = frame._function(*args, **kwargs)
                 finally:
                     thread.run = outer
-            self._finish()
+            self._finish(outputs)
             if audit is not None:
                 frame._audited(audit, outputs)
         except _Stop as stop:
@@ -428,21 +479,28 @@ class _Recompute:
         self.done = True
         return True
 
-    def _finish(self) -> None:
+    def _finish(self, outputs: Any) -> None:
         """The layer has returned: match what is alive now."""
         if self.done:
             return
         frame, trace, asked = self.frame, self.trace, self._asked
         compare = frame._options.compare
         trace.finished()
-        frame.fill(match(frame.trace, frame.needed(), trace, compare), trace)
+        self._match(frame.needed(), compare, outputs)
         if asked.value is None:  # a reference cycle may keep what a phase dropped
             gc.collect()
             trace.finished()
             for needed in (frame.needed(), frame.trace.alive()):
                 if asked.value is None:
-                    frame.fill(match(frame.trace, needed, trace, compare), trace)
+                    self._match(needed, compare, outputs)
         self.done = True
+
+    def _match(self, needed: list[int], compare: bool, outputs: Any) -> None:
+        frame, trace = self.frame, self.trace
+        pairs, guesses = match(frame.trace, needed, trace, compare)
+        frame.fill(pairs, trace)
+        if guesses:
+            frame.guess(guesses, trace, outputs)
 
 
 region_codes |= {Frame.forward.__code__, _Recompute.run.__code__}
@@ -453,6 +511,8 @@ def _unpack(holder: Holder) -> torch.Tensor:
     if value is None:
         value = holder.frame.recover(holder)
     holder.value = None  # a later backward recomputes again; until then nothing is held
+    if holder.fault is not None:
+        holder.frame._check(holder.fault, holder, value)
     if value._version != holder.version:
         raise holder.frame._changed(value)
     return value

@@ -26,7 +26,7 @@ import torch
 node_count: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """Autograd nodes that this thread has made."""
 
-__all__ = ["Pairs", "Saved", "Trace", "match", "match_aligned", "node_count", "region_codes"]
+__all__ = ["Pairs", "Saved", "Trace", "match", "match_aligned", "node_count", "node_names", "region_codes"]
 
 Pairs = dict[int, int]
 """Index of a forward pack to the index of the recompute's pack that stands for it."""
@@ -49,35 +49,60 @@ class Saved(NamedTuple):
         return self[:3] == other[:3]
 
 
+class Leaf(NamedTuple):
+    """A weight or other leaf of the graph that was saved."""
+
+    identity: int
+    version: int
+    parameter: bool
+
+
 class Trace:
     """The packs of one run, and where its segments begin."""
 
-    __slots__ = ("base", "live", "locating", "packs", "places", "refs", "starts")
+    __slots__ = ("base", "begun", "leaves", "live", "makers", "numbers", "packs", "places", "refs", "starts", "told_at")
 
     def __init__(self, debug: bool, locating: bool) -> None:
         self.refs: list[Any] = []  # weak references to the holders
         self.packs: list[Saved] = []
         self.starts: list[int] = [0]
-        self.base = node_count()
-        self.locating = locating  # the layer knows its phase: from now on note which line makes a pack
+        self.base = self.begun = node_count()
+        self.told_at = 0 if locating else -1  # nodes made before the layer learned its phase; -1: it does not know
+        self.numbers: list[int] = []  # of the node that saves each pack
+        self.makers: list[tuple[str, int] | None] = []  # name and place of the node that made each pack, once told
+        self.leaves: dict[int, Leaf] = {}
         self.live: list[int] = []  # packs alive when the run was over
         self.places: list[str] | None = [] if debug else None
 
     def restart(self) -> None:
         """Count nodes from here."""
-        self.base = node_count()
+        self.base = self.begun = node_count()
+
+    def told(self) -> None:
+        """The layer knows its phase: from now on note which line makes a pack."""
+        if self.told_at < 0:
+            self.told_at = node_count() - self.begun
 
     def add(self, holder: Any, tensor: torch.Tensor) -> None:
         """Note a pack."""
         self.refs.append(weakref.ref(holder))
-        line = _line() if self.locating else None
-        self.packs.append(Saved(tensor.shape, tensor.dtype, tensor.device, node_count() - self.base, line))
+        count = node_count()
+        line = maker = None
+        if self.told_at >= 0:
+            line, node = _line(), tensor.grad_fn
+            maker = (node.name(), node._sequence_nr() - self.begun) if node is not None else None
+        if tensor.requires_grad and tensor.is_leaf:
+            self.leaves[len(self.packs)] = Leaf(id(tensor), tensor._version, isinstance(tensor, torch.nn.Parameter))
+        self.packs.append(Saved(tensor.shape, tensor.dtype, tensor.device, count - self.base, line))
+        self.numbers.append(count - 1)
+        self.makers.append(maker)
         if self.places is not None:
             self.places.append("at " + _user_line())
 
     def skip(self, nodes: int) -> None:
         """Leave out nodes that a recompute made in the midst of this run."""
         self.base += nodes
+        self.begun += nodes
 
     def position(self, pack: int) -> tuple[int, int]:
         """The segment of a pack, and its place there."""
@@ -152,10 +177,11 @@ def match_aligned(forward: Trace, needed: list[int], recompute: Trace) -> tuple[
     return pairs, len(pairs) == len(needed)
 
 
-def match(forward: Trace, needed: list[int], recompute: Trace, compare: bool) -> Pairs:
+def match(forward: Trace, needed: list[int], recompute: Trace, compare: bool) -> tuple[Pairs, Pairs]:
     """Pair the packs that the forward's return left alive (`needed`) with those of a finished recompute.
 
-    What cannot be told is left out. Without `compare`, metadata may differ.
+    What cannot be told is left out. The second pairs are by order alone, so hold only if the nodes that saved them are
+    of one kind. Without `compare`, metadata may differ.
     """
     ours, theirs = forward.segments(), recompute.segments()
     head = tail = 0
@@ -165,6 +191,7 @@ def match(forward: Trace, needed: list[int], recompute: Trace, compare: bool) ->
     while tail < shorter - head and _aligned(forward, ours[-1 - tail], recompute, theirs[-1 - tail]):
         tail += 1
     pairs: Pairs = {}
+    guesses: Pairs = {}
     matched = [*zip(ours[:head], theirs[:head], strict=True)]
     if tail:
         matched += zip(ours[-tail:], theirs[-tail:], strict=True)
@@ -177,18 +204,21 @@ def match(forward: Trace, needed: list[int], recompute: Trace, compare: bool) ->
         if rest and len(theirs) > head + tail:
             start, stop = theirs[head][0], theirs[len(theirs) - tail - 1][1]
             candidates = [n for n in recompute.live if start <= n < stop]
-            pairs |= _by_liveness(forward, rest, recompute, candidates, compare)
-    return pairs
+            more, guesses = _by_liveness(forward, rest, recompute, candidates, compare)
+            pairs |= more
+    return pairs, guesses
 
 
 def _aligned(forward: Trace, ours: tuple[int, int], recompute: Trace, theirs: tuple[int, int]) -> bool:
     return forward.packs[slice(*ours)] == recompute.packs[slice(*theirs)]
 
 
-def _by_liveness(forward: Trace, ours: list[int], recompute: Trace, theirs: list[int], compare: bool) -> Pairs:
+def _by_liveness(
+    forward: Trace, ours: list[int], recompute: Trace, theirs: list[int], compare: bool
+) -> tuple[Pairs, Pairs]:
     """Pair the live packs of a stretch in which the phases ran different code."""
     pairs: Pairs = {}
-    if forward.locating and recompute.locating:
+    if forward.told_at >= 0 and recompute.told_at >= 0:
         # What the same line saved, called the same way, in both phases.
         lines = {forward.packs[n].line for n in ours} & {recompute.packs[n].line for n in theirs} - {None}
         common = [n for n in ours if forward.packs[n].line in lines]
@@ -198,11 +228,22 @@ def _by_liveness(forward: Trace, ours: list[int], recompute: Trace, theirs: list
             ours = [n for n in ours if n not in pairs]
             theirs = sorted({*theirs} - {*again})
     # What the two branches saved, each in lines of its own: one for one, or not at all.
-    if len(ours) == len(theirs) and all(
-        not compare or forward.packs[f].alike(recompute.packs[r]) for f, r in zip(ours, theirs, strict=True)
-    ):
-        return pairs | dict(zip(ours, theirs, strict=True))
-    return pairs | _indices(forward, ours, recompute, theirs)
+    guesses = dict(zip(ours, theirs, strict=False))
+    if not compare and len(ours) == len(theirs):
+        return pairs | guesses, {}
+    if len(ours) == len(theirs) and all(_could_be(forward, f, recompute, r) for f, r in guesses.items()):
+        return pairs, guesses
+    return pairs | _indices(forward, ours, recompute, theirs), {}
+
+
+def _could_be(forward: Trace, ours: int, recompute: Trace, theirs: int) -> bool:
+    if not forward.packs[ours].alike(recompute.packs[theirs]):
+        return False
+    one, other = forward.makers[ours], recompute.makers[theirs]
+    if one is None or other is None:  # outputs come without the node that made them
+        return one is other
+    before = one[1] < forward.told_at or other[1] < recompute.told_at  # made where both phases were still one
+    return one == other if before else one[0] == other[0]
 
 
 def _at_line(trace: Trace, pack: int) -> tuple[Any, ...]:
@@ -226,3 +267,15 @@ def _indices(forward: Trace, ours: list[int], recompute: Trace, theirs: list[int
 
 def _inexact(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
+
+
+def node_names(outputs: list[Any]) -> dict[int, str]:
+    """Names of the nodes of a graph by their number, from the tensors it ends in."""
+    waiting = [leaf.grad_fn for leaf in outputs if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+    names: dict[int, str] = {}
+    while waiting:
+        node = waiting.pop()
+        if node._sequence_nr() not in names:
+            names[node._sequence_nr()] = node.name()
+            waiting += [following for following, _ in node.next_functions if following is not None]
+    return names

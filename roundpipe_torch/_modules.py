@@ -112,7 +112,7 @@ class _Forward:
 def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     cls = type(module)
     inner = module.__dict__.get("forward") or functools.partial(cls._remat_original.forward, module)
-    return _call(inner, cls._remat_options, args, kwargs)
+    return _call(inner, {"label": cls.__qualname__, **cls._remat_options}, args, kwargs)
 
 
 def _remat_module(module: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Module:

@@ -153,10 +153,10 @@ def _drop(slot: Slot, tensor: torch.Tensor) -> Slot:
 def _refuse(slot: Slot) -> torch.Tensor:
     raise MismatchError(
         message(
-            f"layer {slot.label!r}: use_reentrant=True keeps no graph of the forward, and a gradient through it was asked "
-            "for.",
+            f"layer {slot.label!r}: use_reentrant=True keeps no graph of the forward, and a gradient through it was "
+            "asked for.",
             [],
-            "return from the layer every tensor that the loss uses (a router's logits recorded on the side too), do not "
-            "differentiate inside the layer, or use the default engine (use_reentrant=False).",
+            "return from the layer every tensor that the loss uses (a router's logits recorded on the side too), do "
+            "not differentiate inside the layer, or use the default engine (use_reentrant=False).",
         )
     )

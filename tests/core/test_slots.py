@@ -184,7 +184,7 @@ def test_a_region_that_only_the_forward_ran_does_not_shift_the_others() -> None:
     def layer():
         if not doing_recompute():
             region("router", 1)
-        (n,) = save_for_recompute(0)
+        save_for_recompute(0)
         return [region("expert", 2), region("expert", 3)]
 
     assert both(layer) == ([(2,), (3,)], [(2,), (3,)])
@@ -222,8 +222,8 @@ def test_get_outside_a_recompute() -> None:
     assert lines(caught.value) == [
         "get_recompute_data() was called outside a recompute.",
         f"  called at: {place}",
-        "  way out: call it only where doing_recompute() is True, or use `data = save_for_recompute(data)`, which works "
-        "in both phases.",
+        "  way out: call it only where doing_recompute() is True, or use `data = save_for_recompute(data)`, which "
+        "works in both phases.",
     ]
     assert isinstance(caught.value, AssertionError)
     assert isinstance(caught.value, RoundPipeError)

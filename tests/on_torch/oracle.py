@@ -7,7 +7,7 @@ knows, so a recompute that decides again decides otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -100,10 +100,21 @@ def same(got: Any, want: Any, where: str = "result", within: float = 0.0) -> Non
         assert got == want, where
 
 
+def tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors in tuples, lists and dicts."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list, dict)):
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            yield from tensors(item)
+
+
 def agree(scenario: Callable[..., Any], way: Callable[..., Any] = checkpoint, *, recomputes: bool = True) -> Counted:
     """Assert that `scenario` gives the same with `way` as without checkpointing, and that it was recomputed."""
     counted = Counted(way)
     want, got = scenario(plain), scenario(counted)
     same(got, want)
+    for n, tensor in enumerate(tensors(want)):
+        assert tensor.any() or not tensor.numel(), f"tensor {n} is zero, which proves nothing"
     assert (counted.runs > counted.regions) is recomputes, f"{counted.regions} regions ran {counted.runs} times"
     return counted

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from roundpipe_torch import (
     CheckpointMismatchError,
     MismatchError,
+    MutationError,
     checkpoint,
     doing_recompute,
     get_recompute_data,
@@ -361,3 +362,100 @@ def test_a_layer_that_catches_everything_gets_its_gradient() -> None:
             return x * 0
 
     compare(layer)
+
+
+# Branches with code of their own
+
+
+def told(forward, recompute):
+    """A layer whose phases run `forward` and `recompute`, which give the same values."""
+
+    def layer(x, gate, up, down):
+        if doing_recompute():
+            get_recompute_data()
+            return recompute(x, gate, up)
+        save_for_recompute(1)
+        return forward(x, gate, up)
+
+    return layer
+
+
+def test_the_same_code_written_twice_is_matched_by_order() -> None:
+    compare(
+        told(lambda x, g, u: torch.tanh(x @ g) * torch.sin(x @ u), lambda x, g, u: torch.tanh(x @ g) * torch.sin(x @ u))
+    )
+
+
+OTHER_CODE = {
+    "another formula": (lambda x, g, u: torch.tanh(x @ g), lambda x, g, u: 2 * torch.sigmoid(2 * (x @ g)) - 1),
+    "another order": (
+        lambda x, g, u: torch.mul(*[torch.softmax(x @ g, -1), torch.tanh(x @ g)]),
+        lambda x, g, u: torch.mul(*[torch.tanh(x @ g), torch.softmax(x @ g, -1)][::-1]),
+    ),
+    "swapped factors": (
+        lambda x, g, u: torch.sin(x @ g) * torch.cos(x @ u),
+        lambda x, g, u: torch.cos(x @ u) * torch.sin(x @ g),
+    ),
+}
+
+
+@pytest.mark.parametrize("code", OTHER_CODE)
+def test_other_code_that_saves_tensors_of_the_same_shapes_is_an_error(code) -> None:
+    layer = told(*OTHER_CODE[code])
+    with pytest.raises(CheckpointMismatchError, match="backward"):
+        checkpoint(layer, *leaves()).square().sum().backward()
+    x = leaves()
+    checkpoint(layer, *x, use_reentrant=True).square().sum().backward()
+    assert x[0].grad is not None
+
+
+# Weights that are not those of the forward
+
+
+def product(w):
+    return lambda x: torch.sin(x @ w)
+
+
+def test_a_weight_that_was_stepped_before_backward_is_an_error() -> None:
+    x, w, *_ = leaves()
+    y = checkpoint(product(w), x)
+    with torch.no_grad():
+        w.add_(1)
+    with pytest.raises(MutationError) as caught:
+        y.sum().backward()
+    text = str(caught.value).splitlines()
+    assert text[0].startswith("layer 'product.<locals>.<lambda> (")
+    assert text[0].endswith("has been modified by an inplace operation after it was saved: float32[6, 6].")
+
+
+def test_a_parameter_that_was_swapped_for_the_call_is_an_error() -> None:
+    net = torch.nn.Linear(6, 6)
+    x, w, *_ = leaves()
+    block = lambda x: torch.sin(net(x))  # noqa: E731
+    around = torch.nn.Module()
+    around.net = net
+    around.forward = lambda x: checkpoint(block, x)
+    y = torch.func.functional_call(around, {"net.weight": w}, (x,))
+    with pytest.raises(CheckpointMismatchError, match="the recompute used another parameter than the forward"):
+        y.sum().backward()
+    inside = checkpoint(lambda x: torch.sin(torch.func.functional_call(net, {"weight": w}, (x,))), x)
+    inside.sum().backward()
+    assert w.grad is not None
+
+
+@pytest.mark.parametrize("how", ["positional", "keyword", "nested"])
+def test_an_input_written_in_place_is_an_error_that_names_the_layer(how) -> None:
+    x, w, *_ = leaves()
+    h = x * 1
+    calls = {
+        "positional": lambda: checkpoint(lambda h: torch.sin(h @ w), h),
+        "keyword": lambda: checkpoint(lambda h: torch.sin(h @ w), h=h),
+        "nested": lambda: checkpoint(lambda d: torch.sin(d["h"][0] @ w), {"h": (h,)}),
+    }
+    y = calls[how]()
+    h.add_(1)
+    with pytest.raises(MutationError, match="layer '.*': an input was changed in place after the forward") as caught:
+        y.sum().backward()
+    assert str(caught.value).splitlines()[-1] == (
+        "  way out: pass a clone, or change the tensor out of place (x = x + 1 instead of x += 1)."
+    )
