@@ -23,13 +23,17 @@ from roundpipe_core import (
 from roundpipe_core._backend import outside_saves, register_backend
 
 from ._backend import JaxArrays
+from ._explain import Explanation, LayerCost, explain
+from ._layers import remat_layers
 from ._policies import save_dots, save_either, save_policy
 from ._remat import checkpoint, remat
 from ._runs import saved_outside
 
 __all__ = [
+    "Explanation",
     "Flip",
     "GradientError",
+    "LayerCost",
     "MismatchError",
     "MutationError",
     "OptionError",
@@ -40,10 +44,12 @@ __all__ = [
     "VerifyWarning",
     "checkpoint",
     "doing_recompute",
+    "explain",
     "get_recompute_data",
     "layer_scope",
     "recompute_once",
     "remat",
+    "remat_layers",
     "save_dots",
     "save_either",
     "save_for_recompute",

@@ -12,7 +12,7 @@ import numpy as np
 from ._jax import concrete_value, is_tracer, struct
 from ._runs import stop_gradients
 
-__all__ = ["JaxArrays", "aval_bytes"]
+__all__ = ["JaxArrays", "as_numpy", "aval_bytes"]
 
 
 class JaxArrays:
@@ -45,7 +45,7 @@ class JaxArrays:
         rows = stored.shape[0] if stored.ndim else 1
         if stored.shape != array.shape or stored.dtype != array.dtype:
             return rows, rows, 0
-        one, other = _as_numpy(stored), _as_numpy(array)
+        one, other = as_numpy(stored), as_numpy(array)
         differs = (one != other) & ~((one != one) & (other != other))
         flags = differs.reshape(max(rows, 1) if stored.ndim else 1, -1).any(axis=1) if differs.size else differs
         return (int(flags.sum()), rows, int(flags.argmax())) if flags.any() else None
@@ -54,7 +54,8 @@ class JaxArrays:
         return stop_gradients(function())
 
 
-def _as_numpy(array: Any) -> Any:
+def as_numpy(array: Any) -> Any:
+    """The values of an array, of a key, or of a tracer that stands for one."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     if is_tracer(array):

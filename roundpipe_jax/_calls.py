@@ -12,6 +12,7 @@ It goes one of four ways.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -23,6 +24,7 @@ from roundpipe_core._phase import Phase, open_slot, thread
 from roundpipe_core._slots import Slot, label_of
 
 from . import _arguments
+from ._explain import note
 from ._jax import is_float, is_tracer
 from ._packing import Held, Split, Template, split
 from ._policies import check_matches, with_tags
@@ -30,6 +32,7 @@ from ._regions import CheckpointLane, ResidualLane
 from ._runs import JaxRun, NeedsFreshTraces, NeedsTags, execute, is_abstract, stop_gradients
 from ._staging import Program, keep, recall, stage
 from ._tags import lead_through_tags
+from ._verify import verified
 
 __all__ = ["Call", "Mode", "Options", "Verify"]
 
@@ -112,6 +115,12 @@ class Layer(NamedTuple):
         outputs, shape = split(value)
         return outputs, Held(Recompute(shape))
 
+    def decided_again(self, template: Template, saved: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        """To be traced, for verify: the recompute's outputs, what was decided again, and their structures."""
+        _, decided, forward = self.forward_program(*arrays)
+        outputs, recompute = self.recompute_program(template, saved, arrays)
+        return outputs, decided, Held((forward.value.template, recompute.value.shape))
+
     def _recompute(self, template: Template, saved: Sequence[Any], arrays: Sequence[Any], fresh: bool) -> Any:
         slot = template.fill(Slot(self.label, orphan=template.orphan), saved)
         return execute(JaxRun(Phase.RECOMPUTE, slot, fresh=fresh), lambda: self.apply(arrays))
@@ -176,7 +185,7 @@ class Call:
     def _staged(self) -> Any:
         program = self._program("forward", Layer.forward_program, self.arrays)
         found: Forward = program.out[2].value
-        if not found.asked and found.template.empty:
+        if not found.asked and found.template.empty and self.options.verify == "off":
             return self._plain(program, found)
         ran = program.run(stop_gradients(program.consts), stop_gradients(self.arrays))
         count = len(program.out[0])
@@ -193,9 +202,14 @@ class Call:
         floats = any(is_float(array) for array in saved)
         forward = forward if floats else None
         lane = self._lane(program, found, forward, len(saved))
+        inputs = [*program.consts, *self.arrays]
+        note(label_of(self.label), lane.recompute, saved, inputs, self.options.policy, tags=False)
+        if self.options.verify != "off":
+            again = functools.partial(self.layer.decided_again, template)
+            verified(label_of(self.label), self.options.verify, again, outputs, shape, saved, template, self.arrays)
         consts = forward.consts if forward is not None else []
         try:
-            result = lane(outputs, saved, [*program.consts, *self.arrays], consts)
+            result = lane(outputs, saved, inputs, consts)
         except (TypeError, NotImplementedError) as error:
             if self.options.mode != "custom_vjp" or not _is_about_forward_mode(error):
                 raise
@@ -267,6 +281,17 @@ class Call:
             if isinstance(barrier, tuple):
                 barrier = (False, list(barrier))
             made = found.made[key] = jax.checkpoint(led.run, policy=policy, prevent_cse=barrier)
+        inputs = [*program.consts, *self.arrays]
+        if thread.run is None:
+            count, policy = len(program.consts), self.options.policy
+            note(
+                label_of(self.label),
+                lambda _, values: led.run(values[:count], values[count:]),
+                [],
+                inputs,
+                policy,
+                tags=led is not program,
+            )
         result: list[Any] = made(program.consts, self.arrays)
         return result
 

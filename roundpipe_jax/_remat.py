@@ -11,7 +11,7 @@ from roundpipe_core._errors import OptionError, message
 from . import _arguments
 from ._calls import Call, Mode, Options, Verify
 
-__all__ = ["checkpoint", "remat"]
+__all__ = ["Mode", "Verify", "checkpoint", "remat"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 

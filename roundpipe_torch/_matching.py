@@ -91,8 +91,10 @@ class Trace:
         if self.told_at >= 0:
             line, node = _line(), tensor.grad_fn
             maker = (node.name(), node._sequence_nr() - self.begun) if node is not None else None
-        if tensor.requires_grad and tensor.is_leaf:
-            self.leaves[len(self.packs)] = Leaf(id(tensor), tensor._version, isinstance(tensor, torch.nn.Parameter))
+        if tensor.requires_grad:
+            weight = tensor if tensor.is_leaf else tensor._base  # a linear layer saves a view of its weight
+            if weight is not None and weight.is_leaf:
+                self.leaves[len(self.packs)] = Leaf(id(weight), weight._version, isinstance(weight, torch.nn.Parameter))
         self.packs.append(Saved(tensor.shape, tensor.dtype, tensor.device, count - self.base, line))
         self.numbers.append(count - 1)
         self.makers.append(maker)

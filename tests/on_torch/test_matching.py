@@ -454,7 +454,7 @@ def test_an_input_written_in_place_is_an_error_that_names_the_layer(how) -> None
     }
     y = calls[how]()
     h.add_(1)
-    with pytest.raises(MutationError, match="layer '.*': an input was changed in place after the forward") as caught:
+    with pytest.raises(MutationError, match=r"layer '.*': an input was changed in place after the forward") as caught:
         y.sum().backward()
     assert str(caught.value).splitlines()[-1] == (
         "  way out: pass a clone, or change the tensor out of place (x = x + 1 instead of x += 1)."

@@ -1,0 +1,123 @@
+"""A stack of equal layers: scan over their parameters, each layer a region."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from roundpipe_core._errors import OptionError, message
+from roundpipe_core._slots import label_of
+
+from ._explain import repeated
+from ._remat import Mode, Verify, remat
+
+__all__ = ["remat_layers"]
+
+
+def remat_layers(
+    layer: Callable[..., Any],
+    stacked_params: Any,
+    x: Any,
+    *broadcast: Any,
+    nested: int | None = None,
+    unroll: int = 1,
+    has_aux: bool = False,
+    policy: Any = None,
+    mode: Mode = "checkpoint",
+    verify: Verify = "off",
+    label: str | None = None,
+) -> Any:
+    """Run `x` through a stack of layers, each recomputed in backward with the decisions of its forward.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from roundpipe_jax import remat_layers, save_for_recompute
+    >>> def layer(w_DD, x_D):
+    ...     best, = save_for_recompute(jnp.argmax(jax.lax.stop_gradient(x_D)))
+    ...     return jnp.tanh(w_DD @ x_D) * x_D[best]
+    >>> w_LDD = jnp.ones((4, 3, 3)) / 3  # 4 layers
+    >>> jax.grad(lambda w: remat_layers(layer, w, jnp.ones(3)).sum())(w_LDD).shape
+    (4, 3, 3)
+
+    Each layer's slot is kept per layer, stacked by the scan.
+
+    Args:
+        layer: called as `layer(params, x, *broadcast)`; returns an `x` of the same structure and shapes.
+        stacked_params: the parameters of all layers, a pytree of arrays whose first axis is the layer.
+        x: what goes through the layers.
+        *broadcast: what every layer gets alike, such as a mask.
+        nested: number of groups of layers. Only the input of each group is kept, and its layers' inputs are made again
+            in backward, group by group: about the square root of the number of layers is the least memory. The layers'
+            decisions are made once all the same.
+        unroll: how many layers the compiler sees at once, as for `jax.lax.scan`.
+        has_aux: the layer returns `(x, aux)`, and so does this, with each layer's `aux` stacked.
+        policy: as for `remat`.
+        mode: as for `remat`.
+        verify: as for `remat`.
+        label: as for `remat`.
+
+    Returns:
+        The last layer's `x`, or `(x, aux)`.
+
+    Raises:
+        OptionError: the parameters are not stacked alike, or do not divide into `nested` groups.
+
+    Implements R8 and R9 over a stack.
+    """
+    name = label or label_of(layer)
+    count = _layers_in(stacked_params, name)
+    _check_groups(nested, count, name)
+    one = remat(layer, policy=policy, prevent_cse=False, mode=mode, verify=verify, label=label)
+
+    def step(x: Any, params: Any) -> tuple[Any, Any]:
+        result = one(params, x, *broadcast)
+        return result if has_aux else (result, None)
+
+    def stack(params: Any, x: Any, length: int) -> tuple[Any, Any]:
+        with repeated(length):
+            return jax.lax.scan(step, x, params, unroll=unroll)
+
+    if nested is None:
+        last, aux = stack(stacked_params, x, count)
+        return (last, aux) if has_aux else last
+
+    size = count // nested
+    groups = jax.tree.map(lambda leaf: leaf.reshape(nested, size, *leaf.shape[1:]), stacked_params)
+    group = remat(lambda params, x: stack(params, x, size), prevent_cse=False, label=f"{name}, group of {size}")
+    with repeated(nested):
+        last, aux = jax.lax.scan(lambda x, params: group(params, x), x, groups)
+    if not has_aux:
+        return last
+    return last, jax.tree.map(lambda leaf: leaf.reshape(count, *leaf.shape[2:]), aux)
+
+
+def _layers_in(stacked_params: Any, name: str) -> int:
+    shapes = {
+        jax.tree_util.keystr(path): getattr(leaf, "shape", ())
+        for path, leaf in jax.tree_util.tree_leaves_with_path(stacked_params)
+    }
+    counts = {shape[0] if shape else None for shape in shapes.values()}
+    if len(counts) == 1 and None not in counts:
+        [count] = counts
+        return int(count)  # type: ignore[arg-type]
+    raise OptionError(
+        message(
+            f"layer {name!r}: remat_layers needs parameters stacked along their first axis, one entry a layer.",
+            [(path or "the parameters", f"shape {shape}") for path, shape in list(shapes.items())[:8]],
+            "stack them: jax.tree.map(lambda *leaves: jnp.stack(leaves), *params_of_each_layer).",
+        )
+    )
+
+
+def _check_groups(nested: int | None, count: int, name: str) -> None:
+    if nested is None or (nested >= 1 and count % nested == 0):
+        return
+    fitting = [n for n in range(1, count + 1) if count % n == 0]
+    raise OptionError(
+        message(
+            f"layer {name!r}: {count} layers do not divide into nested={nested} groups.",
+            [],
+            f"choose one of {', '.join(map(str, fitting))}.",
+        )
+    )
