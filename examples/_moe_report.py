@@ -103,7 +103,7 @@ def print_table(found: Results, console: Console) -> None:
     table = Table(title=f"{found.options['steps']} steps each way", title_justify="left", title_style="bold")
     table.add_column("")
     for way in found.ways:
-        table.add_column(TITLES[way.name], justify="right")
+        table.add_column(way.name, justify="right")
     for row in rows(found):
         table.add_row(row.name, *(_coloured(row.cell(way)) for way in found.ways))
     console.print(table)
@@ -454,7 +454,7 @@ def _notes_html(found: Results) -> str:
         f"experts for each token, bias rate {options['bias_rate']:g}. Batches of {options['batch']} times "
         f"{options['length']} bytes. AdamW, learning rate {options['learning_rate']:g}, seed {options['seed']}.",
         f"Run with Python {machine['python']}, torch {machine['torch']}, roundpipe-recompute {machine['roundpipe']}, "
-        f"{machine['threads']} threads, {machine['system']} ({machine['vector_instructions']}).",
+        f"{machine['threads']} compute thread{'s' * (machine['threads'] > 1)}, {machine['system']} ({machine['vector_instructions']}).",
     ]
     return f"<ul>{''.join(f'<li>{html.escape(note)}</li>' for note in notes)}</ul>"
 
@@ -485,7 +485,7 @@ tbody tr:nth-child(even) { background: #fafbfc; }
 .no { color: #b3293f; font-weight: 600; }
 figure { margin: 2.5rem 0 0; }
 img { display: block; width: 100%; height: auto; }
-figcaption { max-width: 46rem; margin-top: 0.3rem; color: var(--soft); font-size: 0.88rem; line-height: 1.45; }
+figcaption { max-width: 54rem; margin-top: 0.3rem; color: var(--soft); font-size: 0.88rem; line-height: 1.45; }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(24rem, 1fr)); column-gap: 2.5rem; }
 main > ul:last-child { padding-left: 1.2rem; color: #30353c; font-size: 0.92rem; }
 @media (max-width: 50rem) {

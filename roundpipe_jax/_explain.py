@@ -196,7 +196,7 @@ class _Note:
         position = {var: n for n, var in enumerate(jaxpr.invars)}
         sizes = [0, 0, 0]
         for atom in {id(atom): atom for atom in jaxpr.outvars}.values():
-            n = position.get(atom) if not hasattr(atom, "val") else None  # type: ignore[arg-type]
+            n = position.get(atom) if not hasattr(atom, "val") else None
             sizes[2 if n is None else 1 if n < self.slots else 0] += aval_bytes(atom.aval)
         return sizes[0], sizes[1], sizes[2]
 

@@ -84,9 +84,12 @@ def remat_layers(
 
     size = count // nested
     groups = jax.tree.map(lambda leaf: leaf.reshape(nested, size, *leaf.shape[1:]), stacked_params)
-    group = remat(lambda params, x: stack(params, x, size), prevent_cse=False, label=f"{name}, group of {size}")
+
+    def group(x: Any, params: Any) -> Any:
+        return stack(params, x, size)
+
     with repeated(nested):
-        last, aux = jax.lax.scan(lambda x, params: group(params, x), x, groups)
+        last, aux = jax.lax.scan(remat(group, prevent_cse=False, label=f"{name}, {size} layers"), x, groups)
     if not has_aux:
         return last
     return last, jax.tree.map(lambda leaf: leaf.reshape(count, *leaf.shape[2:]), aux)

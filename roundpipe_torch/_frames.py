@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from roundpipe_core import MutationError
+from roundpipe_core import MutationError, OptionError
 from roundpipe_core._backend import expand
 from roundpipe_core._errors import message
 from roundpipe_core._phase import Phase, Run, thread
@@ -32,6 +32,10 @@ from ._verify import Audit
 __all__ = ["Frame", "Inputs", "Options", "TorchRun"]
 
 
+_NO_CONTEXT = contextlib.nullcontext()
+_NOTHING = object()
+
+
 class Options(NamedTuple):
     """How a region is to be run."""
 
@@ -42,6 +46,10 @@ class Options(NamedTuple):
     early_stop: bool = True
     debug: bool = False
     verify: str = "off"
+
+    def context(self, recompute: int) -> AbstractContextManager[Any]:
+        """The user's context for a run."""
+        return _NO_CONTEXT if self.contexts is None else self.contexts[recompute]
 
 
 class TorchRun(Run):
@@ -208,22 +216,20 @@ class Frame:
     def forward(self, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the region for the first time."""
         run = TorchRun(phase, self.slot, self.trace, self._generators)
-        contexts = self._options.contexts
         visit = Visit(self._generators)
         outer = thread.run
+        outputs: Any = _NOTHING
         try:
-            with saved_tensors_hooks(self._pack, _unpack):
+            with self._options.context(0), saved_tensors_hooks(self._pack, _unpack):
                 thread.run = run
                 try:
-                    if contexts is None:
-                        outputs = self._function(*args, **kwargs)
-                    else:
-                        with contexts[0]:
-                            outputs = self._function(*args, **kwargs)
+                    outputs = self._function(*args, **kwargs)
                 finally:
                     thread.run = outer
         finally:
             self._crowded = visit.end()
+        if outputs is _NOTHING:
+            raise self._suppressed()
         self._needed = self.trace.alive()
         if self._options.early_stop and self._verified and self._needed:
             self.stop_at = self._needed[-1]
@@ -343,6 +349,16 @@ class Frame:
             )
         )
 
+    def _suppressed(self) -> OptionError:
+        return OptionError(
+            message(
+                f"layer {self.slot.label!r}: the forward raised, and the context that context_fn gave for it swallowed "
+                "the exception, so there is nothing to return.",
+                [],
+                "let the exception through: return a false value from __exit__.",
+            )
+        )
+
     def _crowd_error(self) -> CheckpointMismatchError:
         return CheckpointMismatchError(
             message(
@@ -413,22 +429,16 @@ class _Recompute:
         self.trace.restart()
         run = TorchRun(Phase.RECOMPUTE, frame.slot, self.trace, generators)
         try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(torch.enable_grad())
-                frame._ambient.restore(stack)
+            with torch.enable_grad(), frame._ambient.restored():
                 audit = frame._audit(args, kwargs)
                 if generators:
                     generators.set(generators.start)
-                if options.contexts is not None:
-                    stack.enter_context(options.contexts[1])
-                stack.enter_context(saved_tensors_hooks(self._pack, _unpack_recomputed))
-                if watch is not None:
-                    stack.enter_context(watch)
-                thread.run = run
-                try:
-                    outputs = frame._function(*args, **kwargs)
-                finally:
-                    thread.run = outer
+                with options.context(1), saved_tensors_hooks(self._pack, _unpack_recomputed), watch or _NO_CONTEXT:
+                    thread.run = run
+                    try:
+                        outputs = frame._function(*args, **kwargs)
+                    finally:
+                        thread.run = outer
             self._finish(outputs)
             if audit is not None:
                 frame._audited(audit, outputs)

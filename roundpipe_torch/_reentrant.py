@@ -6,7 +6,6 @@ structure back, trains weights behind inputs without gradient, and sees a saved 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -119,9 +118,7 @@ class _Reentrant(torch.autograd.Function):
         generators = region.generators
         kept = generators.now() if generators else []
         try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(torch.enable_grad())
-                region.ambient.restore(stack)
+            with torch.enable_grad(), region.ambient.restored():
                 if generators:
                     generators.set(generators.start)
                 leaves = region.run(Phase.RECOMPUTE, tensors)

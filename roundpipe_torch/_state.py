@@ -236,6 +236,9 @@ def _default_device() -> torch.device | None:
     return None
 
 
+_AS_IT_IS = contextlib.nullcontext()
+
+
 class Ambient:
     """Autocast, the default device and global settings at one moment."""
 
@@ -246,16 +249,21 @@ class Ambient:
         self._autocast = _autocast()
         self._device = _default_device()
 
-    def restore(self, stack: contextlib.ExitStack) -> None:
-        """Put back whatever differs now, until `stack` closes."""
+    def restored(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which all of it is as it was then."""
         values = [read() for read in _READERS]
-        if values != self._values:
-            stack.callback(_apply, values)
-            _apply(self._values)
-        if self._autocast or torch._C._is_any_autocast_enabled():
-            for device in _AUTOCAST_DEVICES:
-                stack.enter_context(torch.autocast(device, enabled=False))
-            for device, enabled, dtype, cache in self._autocast:
-                stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype, cache_enabled=cache))
-        if self._device != _default_device():
-            stack.enter_context(self._device or torch.device("cpu"))
+        autocast = self._autocast or torch._C._is_any_autocast_enabled()
+        if values == self._values and not autocast and self._device == _default_device():
+            return _AS_IT_IS
+        with contextlib.ExitStack() as stack:
+            if values != self._values:
+                stack.callback(_apply, values)
+                _apply(self._values)
+            if autocast:
+                for device in _AUTOCAST_DEVICES:
+                    stack.enter_context(torch.autocast(device, enabled=False))
+                for device, enabled, dtype, cache in self._autocast:
+                    stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype, cache_enabled=cache))
+            if self._device != _default_device():
+                stack.enter_context(self._device or torch.device("cpu"))
+            return stack.pop_all()

@@ -111,11 +111,22 @@ def test_the_table_names_every_way(tmp_path: Path, capsys: pytest.CaptureFixture
     )
 
     shown, progress = capsys.readouterr()
-    assert "no checkpointing" in shown
-    assert "ours" in shown
-    assert "torch's" not in shown
+    assert [word for word in ("none", "torch", "ours", "verify") if f" {word} " in shown] == ["none", "ours"]
     assert "Ours followed the un-checkpointed run bit for bit" in shown
     assert "training: 1 of 1 steps" in progress
+
+
+def test_the_oracle_alone_has_no_figures_that_compare(tmp_path: Path) -> None:
+    assert moe_lm.main([*SMALL, "--ways", "none", "--steps", "2", "--out", str(tmp_path)]) == 0
+
+    assert {path.stem for path in tmp_path.glob("*.png")} == {"loss", "bytes", "decisions"}
+
+
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        moe_lm.main([*SMALL, "--learning-rate", "1e9", "--out", str(tmp_path)])
+
+    assert "try a smaller --learning-rate than 1e+09" in capsys.readouterr().err
 
 
 def test_a_way_that_leaves_the_oracle_fails_the_run(

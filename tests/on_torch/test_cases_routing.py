@@ -158,6 +158,19 @@ def long_route_in_recompute(x, gate, w, source):
     return torch.tanh(h * scale) @ gate
 
 
+def layer_in_either_branch(x, gate, w, source):
+    h = x @ w
+    if doing_recompute():
+        (idx,) = get_recompute_data()
+        torch.sigmoid(h).mean()
+        y = torch.tanh(h) * idx
+    else:
+        idx = torch.softmax(x @ gate, -1).topk(1, -1).indices + 1
+        save_for_recompute(idx)
+        y = torch.tanh(h) * idx
+    return y.exp()
+
+
 def under_no_grad(x, gate, w, source):
     with torch.no_grad():
         idx = decided(lambda: torch.softmax(x @ gate, -1).topk(1, -1).indices)
@@ -186,6 +199,7 @@ BRANCHES = [
     statistic_only_in_recompute,
     statistic_only_in_forward,
     long_route_in_recompute,
+    layer_in_either_branch,
     under_no_grad,
     two_decisions_between_layers,
     once,

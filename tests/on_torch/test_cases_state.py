@@ -456,6 +456,14 @@ def test_nothing_stays_saved_without_gradient_or_when_the_output_is_dropped(way,
     assert kept[0]() is None
 
 
+def test_saves_without_gradient_are_never_too_many():
+    def layer(x):
+        return [save_for_recompute(x, n)[1] for n in range(3)]
+
+    with torch.no_grad():
+        assert checkpoint(layer, leaf(T, D)) == [0, 1, 2]
+
+
 def test_what_is_saved_may_be_written_to_afterwards():
     """In the forward, between the phases, and by the recompute that got it."""
 

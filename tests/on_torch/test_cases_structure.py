@@ -134,23 +134,25 @@ def test_a_layer_that_catches_what_an_inner_region_raises(caught):
 
 
 @pytest.mark.parametrize("caught", [Exception, BaseException])
-def test_a_layer_that_catches_everything_does_not_catch_the_end_of_a_recompute(caught):
+def test_a_layer_that_catches_everything_does_not_disturb_the_end_of_a_recompute(caught):
+    errors = []
+
     def scenario(way):
-        x, w, errors = leaf(T, D), leaf(D, D, seed=1), []
+        x, w, v = leaf(T, D), leaf(D, D, seed=1), leaf(D, D, seed=2)
 
         def layer(x):
             scale = decided(lambda: 3.0)
             try:
-                y = torch.tanh(x @ w * scale)
+                return torch.tanh(x @ w * scale).exp() @ v  # all that backward needs is there before the last product
             except caught as error:
                 errors.append(error)
-                y = x
-            return y.exp() @ w
+                return torch.sin(x @ w) @ v
 
         way(layer, x).square().sum().backward()
-        return x.grad, w.grad
+        return x.grad, w.grad, v.grad
 
     agree(scenario)
+    assert len(errors) == (caught is BaseException)
 
 
 def test_an_error_in_a_pack_hook_of_the_caller_leaves_nothing_behind():

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from roundpipe_torch import (
+    OptionError,
     checkpoint,
     doing_recompute,
     get_recompute_data,
@@ -131,3 +132,13 @@ def test_selective_checkpointing_keeps_what_its_policy_names() -> None:
     _, recomputed = run(checkpoint)
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
     assert kept == plain < recomputed
+
+
+def test_a_context_that_swallows_the_forwards_exception_is_told() -> None:
+    def layer(x):
+        raise KeyError("pretended")
+
+    contexts = lambda: (contextlib.suppress(KeyError), contextlib.nullcontext())  # noqa: E731
+    with pytest.raises(OptionError, match="the context that context_fn gave for it swallowed the exception"):
+        checkpoint(layer, leaf(), context_fn=contexts)
+    assert doing_recompute() is False

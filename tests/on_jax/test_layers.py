@@ -1,0 +1,98 @@
+"""remat_layers against a Python loop over the same layers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from roundpipe_jax import OptionError, doing_recompute, get_recompute_data, remat_layers, save_for_recompute
+
+L, T, D = 6, 5, 4
+
+
+class Draws:
+    """A host-side router that never decides the same way twice."""
+
+    def __init__(self) -> None:
+        self.log: dict[int, list[Any]] = {}
+
+    def __call__(self, n: Any) -> Any:
+        seed = sum(map(len, self.log.values()))
+        idx = np.random.default_rng(seed).integers(0, D, (T, 1)).astype(np.int32)
+        self.log.setdefault(int(n), []).append(idx)
+        return idx
+
+
+def forced(params: Any, x_TD: Any, idx_T1: Any) -> Any:
+    return jnp.tanh(x_TD @ params["w"]) + jnp.take_along_axis(jax.nn.softmax(x_TD @ params["w"]), idx_T1, 1)
+
+
+def layer_with(draws: Draws) -> Any:
+    def layer(params: Any, x_TD: Any) -> Any:
+        if doing_recompute():
+            (idx_T1,) = get_recompute_data()
+        else:
+            idx_T1 = jax.pure_callback(draws, jax.ShapeDtypeStruct((T, 1), jnp.int32), params["n"])
+            save_for_recompute(idx_T1)
+        return forced(params, x_TD, idx_T1)
+
+    return layer
+
+
+def data() -> tuple[Any, Any]:
+    return {"w": jax.random.normal(jax.random.key(0), (L, D, D)), "n": jnp.arange(L)}, jnp.ones((T, D)) / 3
+
+
+@pytest.mark.parametrize("options", [{}, {"nested": 3}, {"nested": 2, "unroll": 3}, {"mode": "custom_vjp"}], ids=str)
+@pytest.mark.parametrize("jit", [False, True])
+def test_each_layer_decides_once_and_gets_its_own_decision(options: Any, jit: bool) -> None:  # R8
+    draws, (params, x) = Draws(), data()
+
+    def loss(w: Any, x: Any) -> Any:
+        return (remat_layers(layer_with(draws), {"w": w, "n": params["n"]}, x, **options) ** 2).sum()
+
+    def oracle(w: Any, x: Any) -> Any:
+        for n in range(L):
+            x = forced({"w": w[n]}, x, draws.log[n][0])
+        return (x**2).sum()
+
+    gradient = jax.grad(loss, (0, 1))
+    got = jax.block_until_ready((jax.jit(gradient) if jit else gradient)(params["w"], x))
+    assert {n: len(log) for n, log in draws.log.items()} == dict.fromkeys(range(L), 1)
+    for one, two in zip(got, jax.grad(oracle, (0, 1))(params["w"], x), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5)
+
+
+def test_aux_is_stacked_in_order_with_groups_too() -> None:
+    params, x = data()
+
+    def layer(params: Any, x: Any, shift: Any) -> Any:
+        (n,) = save_for_recompute(params["n"] + 0)
+        return x + shift, n
+
+    for nested in (None, 3):
+        last, order = remat_layers(layer, params, x, 2.0, nested=nested, has_aux=True)
+        np.testing.assert_allclose(last, x + 2 * L, rtol=1e-6)
+        np.testing.assert_array_equal(order, jnp.arange(L))
+
+
+def test_groups_keep_less() -> None:
+    def layer(w: Any, x: Any) -> Any:
+        return jnp.sin(jnp.sin(x * w))
+
+    def kept(nested: int | None) -> int:
+        w, x = jnp.ones((16, 1)), jnp.ones((4096,))
+        pull = jax.eval_shape(lambda x: jax.vjp(lambda x: remat_layers(layer, w, x, nested=nested), x)[1], x)
+        return sum(leaf.size for leaf in jax.tree.leaves(pull)) // 4096
+
+    assert kept(None) == 16
+    assert kept(4) == 4
+
+
+def test_parameters_that_do_not_fit_are_named() -> None:
+    with pytest.raises(OptionError, match=r"\['b'\]: shape \(3,\)"):
+        remat_layers(lambda p, x: x, {"a": jnp.ones((2, 1)), "b": jnp.ones(3)}, jnp.ones(1))
+    with pytest.raises(OptionError, match="choose one of 1, 2, 3, 6"):
+        remat_layers(lambda p, x: x, jnp.ones((6, 1)), jnp.ones(1), nested=4)

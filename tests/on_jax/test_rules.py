@@ -1,0 +1,302 @@
+"""The numbered rules, in JAX. The oracle is the same layer without remat, given the same decisions."""
+
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import roundpipe_core
+import roundpipe_jax
+from roundpipe_core._phase import thread
+from roundpipe_jax import (
+    GradientError,
+    PhaseError,
+    SlotError,
+    doing_recompute,
+    get_recompute_data,
+    layer_scope,
+    recompute_once,
+    remat,
+    save_for_recompute,
+)
+
+X = jnp.array([[0.3, -1.2, 0.7], [1.5, 0.2, -0.4]])
+
+
+def both_ways(f: Any) -> list[Any]:
+    """A gradient step with values, and the same under jit."""
+    return [jax.grad(f), jax.jit(jax.grad(f))]
+
+
+def test_same_objects_as_the_core() -> None:  # R14
+    for name in ("save_for_recompute", "doing_recompute", "get_recompute_data", "recompute_once", "layer_scope"):
+        assert getattr(roundpipe_jax, name) is getattr(roundpipe_core, name)
+
+
+@pytest.mark.parametrize("way", [0, 1])
+def test_each_phase_runs_once_and_knows_itself(way: int) -> None:  # R1
+    seen = []
+
+    def layer(x: Any) -> Any:
+        seen.append(doing_recompute())
+        inside: list[bool] = []
+        other = threading.Thread(target=lambda: inside.append(doing_recompute()))
+        other.start()
+        other.join()
+        assert inside == [False]
+        return jnp.sin(x).sum()
+
+    both_ways(remat(layer))[way](X)
+    assert seen == [False, True]
+    assert doing_recompute() is False
+
+
+def test_the_phase_is_restored_after_errors() -> None:  # R11
+    def fails(where: bool) -> Any:
+        @remat
+        def layer(x: Any) -> Any:
+            if doing_recompute() is where:
+                raise KeyboardInterrupt
+            return x.sum()
+
+        return layer
+
+    for where in (False, True):
+        with pytest.raises(KeyboardInterrupt):
+            jax.grad(fails(where))(X)
+        assert thread.run is None
+
+
+@pytest.mark.parametrize("way", [0, 1])
+def test_saved_data_of_every_kind_comes_back(way: int) -> None:  # R2
+    data = (jnp.arange(3), np.arange(2), 3, True, "moe", None, {"a": [jnp.ones(2)], "b": (1.5,)})
+
+    @remat
+    def layer(x: Any) -> Any:
+        got = save_for_recompute(*data)
+        if doing_recompute():
+            assert isinstance(got, tuple)
+            assert get_recompute_data()[2:6] == (3, True, "moe", None)
+            assert type(got[2]) is int
+            assert type(got[3]) is bool
+            assert type(got[1]) is np.ndarray
+            assert list(got[6]) == ["a", "b"]
+            assert got[6]["b"] == (1.5,)
+        return (x[:, :2] * got[6]["a"][0] * got[2]).sum()
+
+    np.testing.assert_array_equal(both_ways(layer)[way](X), jnp.full_like(X, 3).at[:, 2].set(0))
+
+
+def test_outside_a_region_a_save_returns_its_arguments() -> None:  # R2
+    assert save_for_recompute(1, "a") == (1, "a")
+    seen = []
+    remat(lambda x: seen.append(doing_recompute()) or x)(X)  # no gradient: no recompute is even traced
+    assert seen == [False]
+
+
+def test_get_anywhere_else_is_a_phase_error() -> None:  # R3
+    with pytest.raises(PhaseError, match="outside a recompute"):
+        get_recompute_data()
+    with pytest.raises(AssertionError, match="in the forward"):
+        jax.grad(remat(lambda x: get_recompute_data()[0]))(1.0)
+
+
+@pytest.mark.parametrize("way", [0, 1])
+def test_get_without_a_save_names_the_layer(way: int) -> None:  # R3
+    @remat(label="experts")
+    def layer(x: Any) -> Any:
+        if doing_recompute():
+            get_recompute_data()
+        return x.sum()
+
+    with pytest.raises(SlotError, match="layer 'experts', the unnamed slot: the forward saved nothing there"):
+        both_ways(layer)[way](X)
+
+
+def test_a_second_unnamed_save_shows_both_places() -> None:  # R4
+    @remat
+    def layer(x: Any) -> Any:
+        save_for_recompute(1)
+        save_for_recompute(2)
+        return x.sum()
+
+    with pytest.raises(SlotError, match="saved twice") as caught:
+        jax.grad(layer)(X)
+    assert str(caught.value).count("test_rules.py:") == 2 + str(caught.value).splitlines()[0].count("test_rules.py:")
+
+
+@pytest.mark.parametrize("way", [0, 1])
+def test_names_scopes_and_once(way: int) -> None:  # R4
+    calls = []
+
+    def decide(n: int) -> Any:
+        calls.append(n)
+        return jnp.arange(n)
+
+    @remat
+    def layer(x: Any) -> Any:
+        a = recompute_once(decide, 2)
+        b = recompute_once(decide, 3)
+        with layer_scope("attention"):
+            if doing_recompute():
+                assert get_recompute_data("mask") == ("m",)
+            else:
+                save_for_recompute("m", name="mask")
+            (c,) = save_for_recompute(7)
+        (d,) = save_for_recompute(8)
+        return (x[:, a] * b[1] * c * d).sum()
+
+    np.testing.assert_array_equal(both_ways(layer)[way](X)[:, :2], jnp.full((2, 2), 56.0))
+    assert calls == [2, 3]
+
+
+SAVES = {
+    "value": lambda x: save_for_recompute(x * 2),
+    "name": lambda x: save_for_recompute({"w": x}, name="w"),
+    "reduction": lambda x: save_for_recompute(x.mean()),
+}
+
+
+@pytest.mark.parametrize("what", SAVES)
+@pytest.mark.parametrize("how", ["eager", "jit(grad)", "grad(jit)", "scan", "vmap", "jvp", "custom_vjp", "inner scan"])
+def test_a_value_that_carries_a_tangent_cannot_be_saved(what: str, how: str) -> None:  # R5
+    def layer(x: Any) -> Any:
+        SAVES[what](x)
+        return (x**2).sum()
+
+    def in_scan(x: Any) -> Any:
+        return jax.lax.scan(lambda c, x: (c + layer(x), None), 0.0, x)[0]
+
+    ways = {
+        "eager": lambda: jax.grad(remat(layer))(X),
+        "jit(grad)": lambda: jax.jit(jax.grad(remat(layer)))(X),
+        "grad(jit)": lambda: jax.grad(jax.jit(remat(layer)))(X),
+        "scan": lambda: jax.grad(lambda x: jax.lax.scan(lambda c, x: (c + remat(layer)(x), None), 0.0, x)[0])(X),
+        "vmap": lambda: jax.vmap(jax.grad(remat(layer)))(X),
+        "jvp": lambda: jax.jvp(remat(layer), (X,), (X,)),
+        "custom_vjp": lambda: jax.jit(jax.grad(remat(layer, mode="custom_vjp")))(X),
+        "inner scan": lambda: jax.jit(jax.grad(remat(in_scan)))(X),
+    }
+    with pytest.raises(GradientError, match="a slot would cut its gradient"):
+        ways[how]()
+
+
+@pytest.mark.parametrize("way", [0, 1])
+def test_a_float_without_tangent_can_be_saved(way: int) -> None:  # R5
+    def layer(x: Any, table: Any) -> Any:
+        sums, angles, plain = save_for_recompute(
+            jax.lax.stop_gradient(x.sum()), jnp.sin(table), jnp.linspace(0.0, 1.0, 3)
+        )
+        return (x * angles * plain).sum() * sums
+
+    f = lambda x: remat(layer)(x, jnp.arange(3.0))  # noqa: E731
+    np.testing.assert_array_equal(both_ways(f)[way](X), jax.grad(layer)(X, jnp.arange(3.0)))
+
+
+def test_a_value_that_depends_on_no_differentiated_input_can_be_saved() -> None:  # R5
+    def layer(x: Any, y: Any) -> Any:
+        (kept,) = save_for_recompute(jnp.exp(y))
+        return (x * kept).sum()
+
+    jax.jit(jax.grad(remat(layer)))(X, X)
+    with pytest.raises(GradientError):
+        jax.jit(jax.grad(remat(layer), 1))(X, X)
+
+
+def test_no_gradient_no_error() -> None:  # R2, R5
+    jax.jit(remat(lambda x: save_for_recompute(x)[0]))(X)
+
+
+def test_containers_are_copied_and_what_get_returns_is_the_layers_own() -> None:  # R6
+    @remat
+    def layer(x: Any) -> Any:
+        if doing_recompute():
+            (sizes,) = get_recompute_data()
+            assert sizes == [1, 2]
+            sizes.append(3)
+            assert get_recompute_data() == ([1, 2],)
+        else:
+            sizes = [1, 2]
+            save_for_recompute(sizes)
+            sizes.append(9)
+        return x.sum()
+
+    jax.grad(layer)(X)
+
+
+@pytest.mark.parametrize("way", [0, 1])
+def test_nested_regions_decide_once(way: int) -> None:  # R8
+    decided = []
+
+    def inner(x: Any, name: str) -> Any:
+        if doing_recompute():
+            (n,) = get_recompute_data()
+        else:
+            decided.append(name)
+            n = len(decided)
+            save_for_recompute(n)
+        return jnp.sin(x) * n
+
+    def middle(x: Any) -> Any:
+        return remat(inner)(remat(inner)(x, "a"), "b")
+
+    def outer(x: Any) -> Any:
+        (scale,) = save_for_recompute(10 + len(decided))
+        return (remat(middle)(x) * scale).sum()
+
+    def oracle(x: Any) -> Any:
+        return (jnp.sin(jnp.sin(x) * 1) * 2 * 10).sum()
+
+    got = both_ways(remat(outer))[way](X)
+    assert decided == ["a", "b"]
+    np.testing.assert_allclose(got, jax.grad(oracle)(X), rtol=1e-6)
+
+
+def test_nested_regions_keep_the_remat_inside() -> None:  # R8
+    def inner(x: Any) -> Any:
+        save_for_recompute(1)
+        return jnp.sin(jnp.sin(x))
+
+    program = jax.make_jaxpr(jax.grad(remat(lambda x: remat(inner)(remat(inner)(x)).sum())))(X)
+    assert str(program).count("checkpoint[") + str(program).count("remat2[") >= 3
+
+
+def test_every_call_has_its_own_slot() -> None:  # R9
+    count = iter(range(1, 9))
+
+    @remat
+    def layer(x: Any) -> Any:
+        n = recompute_once(next, count)
+        return x * n
+
+    one, pull_one = jax.vjp(lambda x: layer(layer(x)), 1.0)
+    two, pull_two = jax.vjp(layer, 1.0)
+    assert (one, two) == (2, 3)
+    assert pull_two(1.0)[0] == 3  # out of order
+    assert pull_one(1.0)[0] == 2
+    assert pull_one(1.0)[0] == 2  # again
+
+
+def test_nothing_is_kept_after_the_graph_is_dropped() -> None:  # R9
+    def layer(x: Any) -> Any:
+        (idx,) = save_for_recompute(jnp.arange(1003))
+        return jnp.sin(x).sum() * idx.sum()
+
+    _, pull = jax.vjp(remat(lambda x: layer(x)), X)
+    jax.clear_caches()
+    assert any(array.shape == (1003,) for array in jax.live_arrays())
+    del pull
+    assert not any(array.shape == (1003,) for array in jax.live_arrays())
+
+
+def test_randomness_is_explicit_and_lines_up() -> None:  # R7
+    def layer(x: Any, key: Any) -> Any:
+        one, two = jax.random.split(key)
+        (noise,) = save_for_recompute(jax.random.normal(one, x.shape))
+        return (jnp.sin(x) * noise * jax.random.bernoulli(two, 0.5, x.shape)).sum()
+
+    key = jax.random.key(1)
+    np.testing.assert_allclose(jax.grad(remat(layer))(X, key), jax.grad(layer)(X, key), rtol=1e-6)
