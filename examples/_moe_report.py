@@ -454,7 +454,8 @@ def _notes_html(found: Results) -> str:
         f"experts for each token, bias rate {options['bias_rate']:g}. Batches of {options['batch']} times "
         f"{options['length']} bytes. AdamW, learning rate {options['learning_rate']:g}, seed {options['seed']}.",
         f"Run with Python {machine['python']}, torch {machine['torch']}, roundpipe-recompute {machine['roundpipe']}, "
-        f"{machine['threads']} compute thread{'s' * (machine['threads'] > 1)}, {machine['system']} ({machine['vector_instructions']}).",
+        f"{machine['threads']} compute thread{'s' * (machine['threads'] > 1)}, {machine['system']} "
+        f"({machine['vector_instructions']}).",
     ]
     return f"<ul>{''.join(f'<li>{html.escape(note)}</li>' for note in notes)}</ul>"
 

@@ -264,7 +264,20 @@ class Call:
                     'use mode="checkpoint", the default, or save outside the inner function.',
                 )
             )
-        program = self._program("tagged", Layer.tagged_program, self.arrays)
+        try:
+            program = self._program("tagged", Layer.tagged_program, self.arrays)
+        except _LOOKED as error:
+            if any(map(is_abstract, self.arrays)):
+                raise  # nothing could have looked at these
+            raise MismatchError(
+                message(
+                    f"layer {label_of(self.label)!r}: it saves inside a scan, cond, vmap, while or jitted function, and "
+                    "looks at values. It can do one of the two: for the first it is traced as a whole.",
+                    [("looked", str(error).partition("\n")[0])],
+                    "wrap the function that saves in remat of its own, instead of the layer around it; or let the "
+                    "inner function return the decisions and save them outside of it.",
+                )
+            ) from error
         found: Forward = program.out[1].value
         led = found.made.get("led")
         if led is None:

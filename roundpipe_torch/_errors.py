@@ -1,12 +1,29 @@
-"""Errors that only the torch frontend raises."""
+"""What the torch frontend says when something cannot be right.
+
+    MismatchError
+    └── CheckpointMismatchError   (also torch's CheckpointError)   R10
+
+The functions give errors to raise; `layer` is the label of the region.
+"""
 
 from __future__ import annotations
 
+import torch
 from torch.utils.checkpoint import CheckpointError
 
-from roundpipe_core import MismatchError
+from roundpipe_core import MismatchError, MutationError, OptionError
+from roundpipe_core._errors import message
 
-__all__ = ["CheckpointMismatchError"]
+__all__ = [
+    "CheckpointMismatchError",
+    "context_swallowed",
+    "drawn_in_a_crowd",
+    "input_changed",
+    "no_partner",
+    "other_node",
+    "other_parameter",
+    "tensor_changed",
+]
 
 
 class CheckpointMismatchError(MismatchError, CheckpointError):
@@ -14,3 +31,90 @@ class CheckpointMismatchError(MismatchError, CheckpointError):
 
     Also torch's own `CheckpointError`, so that code which catches that keeps working.
     """
+
+
+def no_partner(layer: str, wanted: str, forward: str, recompute: str) -> CheckpointMismatchError:
+    """Backward asks for a tensor that nothing in the recompute stands for."""
+    return CheckpointMismatchError(
+        message(
+            f"layer {layer!r}: backward needs {wanted}, and the recompute saved nothing that can stand for it.",
+            [("forward saved", forward), ("recompute saved", recompute)],
+            "make both phases run the same differentiable operations after the decision: put the decision under "
+            "torch.no_grad() or detach it, and keep no differentiable statistic (such as self.aux = logits.sum()) "
+            "of one phase only. checkpoint(..., debug=True) adds the lines; use_reentrant=True allows any difference.",
+        )
+    )
+
+
+def other_node(layer: str, wanted: str, asking: str, made_for: str) -> CheckpointMismatchError:
+    """The tensor in the right place was saved by another kind of operation."""
+    return CheckpointMismatchError(
+        message(
+            f"layer {layer!r}: backward of {asking} needs {wanted}; "
+            f"in its place the recompute saved one for {made_for}.",
+            [],
+            "make both phases run the same differentiable operations, in the same order, after the decision; "
+            "use_reentrant=True allows any difference.",
+        )
+    )
+
+
+def other_parameter(layer: str, what: str) -> CheckpointMismatchError:
+    """A parameter of the recompute is not the forward's."""
+    return CheckpointMismatchError(
+        message(
+            f"layer {layer!r}: the recompute used another parameter than the forward: {what}.",
+            [],
+            "if parameters are swapped in for a call (torch.func.functional_call, an average of weights), do it inside "
+            "the checkpointed layer, or keep them swapped in until backward is done.",
+        )
+    )
+
+
+def tensor_changed(layer: str, tensor: torch.Tensor) -> MutationError:
+    """A saved tensor is not what it was when it was saved."""
+    return MutationError(
+        message(
+            f"layer {layer!r}: a tensor needed for gradient computation has been modified by an inplace operation "
+            f"after it was saved: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}.",
+            [],
+            "compute out of place what later operations need, and change weights after backward; autograd without "
+            "checkpointing refuses this too.",
+        )
+    )
+
+
+def input_changed(layer: str, error: RuntimeError) -> MutationError:
+    """An argument is not what it was when the forward began."""
+    return MutationError(
+        message(
+            f"layer {layer!r}: an input was changed in place after the forward, so the recompute cannot start from it.",
+            [("torch says", str(error).splitlines()[0])],
+            "pass a clone, or change the tensor out of place (x = x + 1 instead of x += 1).",
+        )
+    )
+
+
+def drawn_in_a_crowd(layer: str) -> CheckpointMismatchError:
+    """Draws from a generator that another thread used meanwhile (R7)."""
+    return CheckpointMismatchError(
+        message(
+            f"layer {layer!r}: draws random numbers while another thread is inside a checkpointed layer too. The "
+            "threads share one default generator, so the recompute cannot draw what the forward drew.",
+            [],
+            "draw with recompute_once(...) or save the mask, run the threads one after the other, or pass "
+            "preserve_rng_state=False if the draws need not repeat.",
+        )
+    )
+
+
+def context_swallowed(layer: str) -> OptionError:
+    """The forward failed, and nobody was told."""
+    return OptionError(
+        message(
+            f"layer {layer!r}: the forward raised, and the context that context_fn gave for it swallowed the "
+            "exception, so there is nothing to return.",
+            [],
+            "let the exception through: return a false value from __exit__.",
+        )
+    )

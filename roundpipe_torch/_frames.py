@@ -17,19 +17,27 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from roundpipe_core import MutationError, OptionError
+from roundpipe_core import RoundPipeError
 from roundpipe_core._backend import expand
-from roundpipe_core._errors import message
 from roundpipe_core._phase import Phase, Run, thread
 from roundpipe_core._slots import Slot
-from roundpipe_core._trees import Spec, flatten, unflatten
+from roundpipe_core._trees import flatten
 
-from ._errors import CheckpointMismatchError
+from ._errors import (
+    context_swallowed,
+    drawn_in_a_crowd,
+    input_changed,
+    no_partner,
+    other_node,
+    other_parameter,
+    tensor_changed,
+)
+from ._inputs import Inputs
 from ._matching import Leaf, Pairs, Trace, match, match_aligned, node_count, node_names, region_codes
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of
 from ._verify import Audit
 
-__all__ = ["Frame", "Inputs", "Options", "TorchRun"]
+__all__ = ["Frame", "Options", "TorchRun"]
 
 
 _NO_CONTEXT = contextlib.nullcontext()
@@ -82,86 +90,18 @@ class TorchRun(Run):
             return function()
 
 
-class Inputs:
-    """The arguments of a region.
-
-    Tensors, wherever they sit, are kept as autograd keeps saved tensors: their version is checked, saved-tensor hooks
-    around the region see them, and an outer region does not keep them alive.
-    """
-
-    __slots__ = ("_kept", "_names", "_positional", "_specs")
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves: list[Any] = []
-        self._specs: tuple[Spec, ...] | None = None
-        self._names, self._positional = tuple(kwargs), len(args)
-        values = (*args, *kwargs.values())
-        if not any(isinstance(value, _CONTAINERS) for value in values):
-            leaves = list(values)
-        else:
-            self._specs = tuple(flatten(value, leaves) for value in values)
-        self._kept = [_keep(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-
-    def restore(self) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments, in new containers."""
-        leaves: list[Any] = [leaf.unpack() if isinstance(leaf, _Kept) else leaf for leaf in self._kept]
-        if self._specs is not None:
-            rest = iter(leaves)
-            leaves = [unflatten(spec, rest) for spec in self._specs]
-        return leaves[: self._positional], dict(zip(self._names, leaves[self._positional :], strict=True))
-
-
-_CONTAINERS = (tuple, list, dict, set)
-
-
-class _KeptByNode:
-    """A saved tensor for torch versions whose `SavedTensor` Python cannot make: a node that saves it."""
-
-    __slots__ = ("_output",)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        with torch.enable_grad():
-            self._output = _SaveOne.apply(torch.empty(0, requires_grad=True), tensor)  # type: ignore[no-untyped-call]
-
-    def unpack(self) -> torch.Tensor:
-        saved: torch.Tensor = self._output.grad_fn.saved_tensors[0]
-        return saved
-
-
-class _SaveOne(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(tensor)
-        return torch.empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise AssertionError("nothing flows through a kept input")
-
-
-_Kept: Any
-_keep: Callable[[torch.Tensor], Any]
-_make_saved_tensor: Any = getattr(torch._C._autograd, "_make_saved_tensor", None)
-if _make_saved_tensor is None:  # pragma: no cover - older torch
-    _Kept, _keep = _KeptByNode, _KeptByNode
-else:
-    _Kept = torch._C._autograd.SavedTensor
-
-    def _keep(tensor: torch.Tensor) -> Any:
-        return _make_saved_tensor(tensor, is_output=False)
-
-
 class Holder:
     """What autograd keeps instead of a tensor: its place in a frame, and its value between recompute and use."""
 
-    __slots__ = ("__weakref__", "fault", "frame", "index", "value", "version")
+    __slots__ = ("__weakref__", "fault", "frame", "index", "made_for", "value", "version")
 
     def __init__(self, frame: Frame, index: int) -> None:
         self.frame = frame
         self.index = index
         self.value: torch.Tensor | None = None
         self.version = 0
-        self.fault: tuple[str, str] | None = None  # what speaks, or may speak, against the value
+        self.fault: RoundPipeError | None = None  # what speaks against the value
+        self.made_for: str | None = None  # the kind of node that saved a partner found by order alone
 
 
 class _Recomputed:
@@ -229,7 +169,7 @@ class Frame:
         finally:
             self._crowded = visit.end()
         if outputs is _NOTHING:
-            raise self._suppressed()
+            raise context_swallowed(self.slot.label)
         self._needed = self.trace.alive()
         if self._options.early_stop and self._verified and self._needed:
             self.stop_at = self._needed[-1]
@@ -249,7 +189,13 @@ class Frame:
             if holder.value is None:
                 recompute = self._recompute(holder)
                 if holder.value is None:
-                    raise self._mismatch(holder, recompute)
+                    forward, again = self.trace, recompute.trace
+                    raise no_partner(
+                        self.slot.label,
+                        forward.told_of(holder.index),
+                        forward.listed(self.needed()),
+                        again.listed(again.live),
+                    )
             return holder.value
 
     def _recompute(self, asked: Holder) -> _Recompute:
@@ -259,7 +205,7 @@ class Frame:
             watch, recompute = DrawWatch(), _Recompute(self, asked)
             recompute.run(watch)
         if watch is not None and watch.drew:
-            raise self._crowd_error()
+            raise drawn_in_a_crowd(self.slot.label)
         return recompute
 
     def fill(self, pairs: Pairs, recompute: Trace) -> None:
@@ -268,7 +214,7 @@ class Frame:
             holder, partner = self.trace.refs[ours](), recompute.refs[theirs]()
             if holder is not None and partner is not None:
                 holder.value, holder.version = partner.value, partner.version
-                holder.fault = self._leaf_fault(ours, recompute.leaves.get(theirs))
+                holder.fault = self._leaf_fault(ours, recompute.leaves.get(theirs), partner.value)
 
     def guess(self, guesses: Pairs, recompute: Trace, outputs: Any) -> None:
         """As `fill`, for pairs that hold only if the same kind of node saved both."""
@@ -278,97 +224,29 @@ class Frame:
         self.fill(guesses, recompute)
         for ours, theirs in guesses.items():
             holder = self.trace.refs[ours]()
-            if holder is not None and holder.fault is None:
-                holder.fault = ("saved by", names.get(recompute.numbers[theirs], "?"))
+            if holder is not None:
+                holder.made_for = names.get(recompute.numbers[theirs], "nothing that is returned")
 
-    def _leaf_fault(self, ours: int, again: Leaf | None) -> tuple[str, str] | None:
+    def _leaf_fault(self, ours: int, again: Leaf | None, value: torch.Tensor) -> RoundPipeError | None:
         """What speaks against a weight: that it is not the forward's, or not as the forward had it."""
         before = self.trace.leaves.get(ours)
         if before is None or again is None:
             return None
-        if before.identity == again.identity:
-            return None if before.version == again.version else ("changed", "")
-        return ("replaced", "") if again.parameter else None
+        if before.identity != again.identity:
+            return other_parameter(self.slot.label, str(self.trace.packs[ours])) if again.parameter else None
+        return tensor_changed(self.slot.label, value) if before.version != again.version else None
+
+    def check(self, holder: Holder, made_for: str) -> None:
+        """Refuse a partner found by order if another kind of node saved it."""
+        node: Any = torch._C._current_autograd_node()
+        if node is None or node._sequence_nr() != self.trace.numbers[holder.index]:
+            return  # asked by an inner region for its input, which no node saved
+        if node.name() != made_for:
+            raise other_node(self.slot.label, self.trace.told_of(holder.index), node.name(), made_for)
 
     def needed(self) -> list[int]:
         """The packs that a backward may ask for."""
         return self._needed if self.returned else self.trace.alive()
-
-    def _mismatch(self, holder: Holder, recompute: _Recompute) -> CheckpointMismatchError:
-        forward, again = self.trace, recompute.trace
-        return CheckpointMismatchError(
-            message(
-                f"layer {self.slot.label!r}: backward needs {forward.packs[holder.index]}, saved by the forward as "
-                f"number {holder.index}, and the recompute saved nothing that can stand for it.",
-                [
-                    ("forward saved", forward.listed(self.needed())),
-                    ("recompute saved", again.listed(again.live)),
-                ],
-                "make both phases run the same differentiable operations after the decision: put the decision under "
-                "torch.no_grad() or detach it, and keep no differentiable statistic (such as self.aux = logits.sum()) "
-                "of one phase only. checkpoint(..., debug=True) adds the lines; use_reentrant=True allows any "
-                "difference.",
-            )
-        )
-
-    def _check(self, fault: tuple[str, str], holder: Holder, value: torch.Tensor) -> None:
-        kind, maker = fault
-        if kind == "saved by":
-            node: Any = torch._C._current_autograd_node()
-            asks = node is not None and node._sequence_nr() == self.trace.numbers[holder.index]
-            if not asks or node.name() == maker:  # an inner region that asks for its input saved it without a node
-                return
-            raise CheckpointMismatchError(
-                message(
-                    f"layer {self.slot.label!r}: backward of {node.name()} needs {self.trace.packs[holder.index]}, "
-                    f"saved by the forward as number {holder.index}; in its place the recompute saved one for {maker}.",
-                    [],
-                    "make both phases run the same differentiable operations, in the same order, after the decision; "
-                    "use_reentrant=True allows any difference.",
-                )
-            )
-        if kind == "changed":
-            raise self._changed(value)
-        raise CheckpointMismatchError(
-            message(
-                f"layer {self.slot.label!r}: the recompute used another parameter than the forward: "
-                f"{self.trace.packs[holder.index]}.",
-                [],
-                "if parameters are swapped in for a call (torch.func.functional_call, an average of weights), do it "
-                "inside the checkpointed layer, or keep them swapped in until backward is done.",
-            )
-        )
-
-    def _changed(self, value: torch.Tensor) -> MutationError:
-        return MutationError(
-            message(
-                f"layer {self.slot.label!r}: a tensor needed for gradient computation has been modified by an inplace "
-                f"operation after it was saved: {str(value.dtype).removeprefix('torch.')}{list(value.shape)}.",
-                [],
-                "compute out of place what later operations need; autograd without checkpointing refuses this too.",
-            )
-        )
-
-    def _suppressed(self) -> OptionError:
-        return OptionError(
-            message(
-                f"layer {self.slot.label!r}: the forward raised, and the context that context_fn gave for it swallowed "
-                "the exception, so there is nothing to return.",
-                [],
-                "let the exception through: return a false value from __exit__.",
-            )
-        )
-
-    def _crowd_error(self) -> CheckpointMismatchError:
-        return CheckpointMismatchError(
-            message(
-                f"layer {self.slot.label!r}: draws random numbers while another thread is inside a checkpointed layer "
-                "too. The threads share one default generator, so the recompute cannot draw what the forward drew.",
-                [],
-                "draw with recompute_once(...) or save the mask, run the threads one after the other, or pass "
-                "preserve_rng_state=False if the draws need not repeat.",
-            )
-        )
 
     def _audit(self, args: list[Any], kwargs: dict[str, Any]) -> Audit | None:
         if self._verified:
@@ -380,25 +258,15 @@ class Frame:
         before, self._outputs = self._outputs, None
         audit.report(before, outputs, self._options.verify)
 
-    def _mutated(self, error: RuntimeError) -> MutationError:
-        return MutationError(
-            message(
-                f"layer {self.slot.label!r}: an input was changed in place after the forward, so the recompute cannot "
-                "start from it.",
-                [("torch says", str(error).splitlines()[0])],
-                "pass a clone, or change the tensor out of place (x = x + 1 instead of x += 1).",
-            )
-        )
-
     def inputs(self) -> tuple[list[Any], dict[str, Any]]:
         """The arguments as the forward got them."""
         try:
             return self._inputs.restore()
-        except CheckpointMismatchError:
+        except RoundPipeError:
             raise
         except RuntimeError as error:
             if "modified by an inplace operation" in str(error):
-                raise self._mutated(error) from error
+                raise input_changed(self.slot.label, error) from error
             raise
 
 
@@ -522,9 +390,11 @@ def _unpack(holder: Holder) -> torch.Tensor:
         value = holder.frame.recover(holder)
     holder.value = None  # a later backward recomputes again; until then nothing is held
     if holder.fault is not None:
-        holder.frame._check(holder.fault, holder, value)
+        raise holder.fault
+    if holder.made_for is not None:
+        holder.frame.check(holder, holder.made_for)
     if value._version != holder.version:
-        raise holder.frame._changed(value)
+        raise tensor_changed(holder.frame.slot.label, value)
     return value
 
 
@@ -532,5 +402,5 @@ def _unpack_recomputed(partner: _Recomputed) -> torch.Tensor:
     if partner.recompute.answers():
         raise _Stop(partner.recompute)
     if partner.value._version != partner.version:
-        raise partner.recompute.frame._changed(partner.value)
+        raise tensor_changed(partner.recompute.frame.slot.label, partner.value)
     return partner.value

@@ -112,6 +112,10 @@ class Trace:
         segment = bisect_right(self.starts, pack) - 1
         return segment, pack - self.starts[segment]
 
+    def told_of(self, pack: int) -> str:
+        """A pack of the forward, for messages."""
+        return f"{self.packs[pack]}, saved by the forward as number {pack}"
+
     def listed(self, which: list[int]) -> str:
         """Packs in words, a line each."""
         places = self.places or [""] * len(self.packs)

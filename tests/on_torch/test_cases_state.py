@@ -16,7 +16,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import batch_norm, dropout, one_hot, scaled_dot_product_attention
 
-from roundpipe_torch import MutationError, checkpoint, doing_recompute, recompute_once, save_for_recompute
+from roundpipe_torch import (
+    CheckpointMismatchError,
+    MutationError,
+    checkpoint,
+    doing_recompute,
+    recompute_once,
+    save_for_recompute,
+)
 from tests.on_torch.oracle import ENGINES, WAYS, Source, agree, decided, leaf, plain
 
 T, D, E = 16, 6, 5
@@ -385,6 +392,77 @@ def test_an_argument_written_in_place_is_an_error(place, change):
         scenario(plain)
     with pytest.raises(MutationError, match="input was changed in place"):
         scenario(checkpoint)
+
+
+# Weights that change
+
+
+@pytest.mark.parametrize("change", [lambda w: w.add_(1), lambda w: w[0].clamp_(-0.1, 0.1)], ids=["a step", "clipping"])
+@pytest.mark.parametrize("held", ["closure", "module", "argument"])
+def test_a_weight_written_before_the_backward_is_an_error(held, change):
+    def scenario(way):
+        x, module = leaf(T, D), torch.nn.Linear(D, D)
+        calls = {
+            "closure": lambda: way(lambda x: torch.sin(x @ module.weight), x),
+            "module": lambda: way(module, x),
+            "argument": lambda: way(lambda x, w: torch.sin(x @ w), x, module.weight),
+        }
+        y = calls[held]()
+        with torch.no_grad():
+            change(module.weight)
+        y.sum().backward()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        scenario(plain)
+    with pytest.raises(MutationError):
+        scenario(checkpoint)
+
+
+@pytest.mark.parametrize("way", [*WAYS, ENGINES[1]])
+def test_weights_may_be_stepped_as_soon_as_their_gradient_is_there(way):
+    """An optimizer in the backward: each weight moves while earlier layers still wait for theirs."""
+
+    def scenario(way):
+        x, source, ws = leaf(T, D), Source(), [leaf(D, D, seed=n) for n in range(3)]
+
+        def step(w):
+            with torch.no_grad():
+                w.sub_(0.1 * w.grad)
+            w.grad = None
+
+        for w in ws:
+            w.register_post_accumulate_grad_hook(step)
+        for _ in range(2):
+            y = x
+            for w in (*ws, ws[1]):
+                y = way(lambda y, w: torch.sin(y @ w) * decided(lambda: source.integers(3, T, 1) + 1), y, w)
+            y.square().sum().backward()
+        return x.grad, [w.detach() for w in ws], source.asked
+
+    # The shared weight's two gradients are added in the same order only where the engine visits them alike.
+    agree(scenario, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_swapped_for_a_call_are_those_of_the_recompute_or_refused(way):
+    class Around(torch.nn.Module):
+        def __init__(self, way):
+            super().__init__()
+            self.inner, self.way = torch.nn.Linear(D, D, bias=False), way
+
+        def forward(self, x):
+            return self.way(lambda x: torch.sin(self.inner(x)), x)
+
+    def inside(way):
+        x, w, inner = leaf(T, D), leaf(D, D, seed=1), torch.nn.Linear(D, D, bias=False)
+        way(lambda x: torch.func.functional_call(inner, {"weight": w}, (x,)).sin(), x).sum().backward()
+        return x.grad, w.grad, inner.weight.grad
+
+    agree(inside, way)
+    x, w = leaf(T, D), leaf(D, D, seed=1)
+    y = torch.func.functional_call(Around(way), {"inner.weight": w}, (x,))
+    with pytest.raises(CheckpointMismatchError, match="another parameter"):
+        y.sum().backward()
 
 
 # Evaluation between forward and backward (Megatron-LM PR 7030, trl PR 4636, pytorch PR 174327 and 161164)

@@ -9,11 +9,13 @@ import collections
 import contextlib
 import copy
 import pickle
+import sys
 import threading
 
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.functional import dropout
 
 from roundpipe_torch import (
     CheckpointMismatchError,
@@ -105,6 +107,49 @@ def test_after_an_exception_the_next_step_is_right(way, error, place):
         get_recompute_data()
     # Nested reentrant regions add to the weight's gradient in another order.
     same(step(way, 5), step(plain, 5), within=1e-5 if way is reentrant else 0.0)
+
+
+class InterruptAt:
+    """Raises KeyboardInterrupt at the n-th call or return of C code inside the library, where signals arrive."""
+
+    def __init__(self, at):
+        self.at, self.seen = at, -1
+
+    def __call__(self, frame, event, arg):
+        code = frame.f_code
+        if event in ("call", "c_return") and "roundpipe_" in code.co_filename and code.co_name != "<genexpr>":
+            self.seen += 1
+            if self.seen == self.at:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("start", range(4))
+def test_an_interrupt_anywhere_leaves_nothing_behind(start):
+    def layer(x, w, depth=1):
+        x = dropout(x, 0.3) * (decided(lambda: torch.softmax(x @ w, -1).argmax(-1, keepdim=True)) + 1)
+        return torch.sin(checkpoint(layer, x, w, depth - 1) if depth else x @ w)
+
+    def step(profile=None):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            x, w = leaf(T, D), leaf(D, D, seed=1)
+            sys.setprofile(profile)
+            try:
+                checkpoint(layer, x, w).sum().backward()
+            finally:
+                sys.setprofile(None)
+            return x.grad, w.grad, torch.rand(2)
+
+    want, every = step(), InterruptAt(-1)
+    step(every)
+    assert every.seen > 200
+    for at in range(start, every.seen, 40):
+        with pytest.raises(KeyboardInterrupt):
+            step(InterruptAt(at))
+        assert doing_recompute() is False
+        assert torch.is_grad_enabled()
+        same(step(), want)
 
 
 @pytest.mark.parametrize("caught", [ValueError, Exception, BaseException])
@@ -369,6 +414,17 @@ def test_what_autograd_refuses_in_place_is_refused(way, layer):
     with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
         y.sum().backward()
     assert isinstance(caught.value, MutationError) is (way is checkpoint)
+
+
+@pytest.mark.parametrize("layer", [torch.exp, lambda x: torch.tanh(x)[0]], ids=["whole", "a view"])
+@pytest.mark.parametrize("way", [*WAYS, ENGINES[1]])
+def test_an_output_written_in_place_has_the_gradient_of_what_it_was(way, layer):
+    """Plain autograd refuses where the output itself was saved; a recompute has its own."""
+    got, want = leaf(T, D), leaf(T, D)
+    way(layer, got).mul_(3).sum().backward()
+    (layer(want) * 3).sum().backward()
+
+    same(got.grad, want.grad)
 
 
 def test_an_input_that_the_layer_itself_changes_is_refused_not_wrong():

@@ -1,0 +1,81 @@
+"""The arguments of a region, kept as autograd keeps saved tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from roundpipe_core._trees import Spec, flatten, unflatten
+
+__all__ = ["Inputs"]
+
+
+class Inputs:
+    """The arguments of a region.
+
+    Tensors, wherever they sit, are kept as autograd keeps saved tensors: their version is checked, saved-tensor hooks
+    around the region see them, and an outer region does not keep them alive.
+    """
+
+    __slots__ = ("_kept", "_names", "_positional", "_specs")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves: list[Any] = []
+        self._specs: tuple[Spec, ...] | None = None
+        self._names, self._positional = tuple(kwargs), len(args)
+        values = (*args, *kwargs.values())
+        if not any(isinstance(value, _CONTAINERS) for value in values):
+            leaves = list(values)
+        else:
+            self._specs = tuple(flatten(value, leaves) for value in values)
+        self._kept = [_keep(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+    def restore(self) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments, in new containers."""
+        leaves: list[Any] = [leaf.unpack() if isinstance(leaf, _Kept) else leaf for leaf in self._kept]
+        if self._specs is not None:
+            rest = iter(leaves)
+            leaves = [unflatten(spec, rest) for spec in self._specs]
+        return leaves[: self._positional], dict(zip(self._names, leaves[self._positional :], strict=True))
+
+
+_CONTAINERS = (tuple, list, dict, set)
+
+
+class _KeptByNode:
+    """A saved tensor for torch versions whose `SavedTensor` Python cannot make: a node that saves it."""
+
+    __slots__ = ("_output",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        with torch.enable_grad():
+            self._output = _SaveOne.apply(torch.empty(0, requires_grad=True), tensor)  # type: ignore[no-untyped-call]
+
+    def unpack(self) -> torch.Tensor:
+        saved: torch.Tensor = self._output.grad_fn.saved_tensors[0]
+        return saved
+
+
+class _SaveOne(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tensor)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("nothing flows through a kept input")
+
+
+_Kept: Any
+_keep: Callable[[torch.Tensor], Any]
+_make_saved_tensor: Any = getattr(torch._C._autograd, "_make_saved_tensor", None)
+if _make_saved_tensor is None:  # pragma: no cover - older torch
+    _Kept, _keep = _KeptByNode, _KeptByNode
+else:
+    _Kept = torch._C._autograd.SavedTensor
+
+    def _keep(tensor: torch.Tensor) -> Any:
+        return _make_saved_tensor(tensor, is_output=False)

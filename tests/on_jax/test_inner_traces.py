@@ -1,0 +1,302 @@
+"""Saves inside a scan, cond, vmap, while or jitted function of a layer, and under other people's checkpoints."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from roundpipe_jax import (
+    MismatchError,
+    OptionError,
+    doing_recompute,
+    get_recompute_data,
+    remat,
+    save_for_recompute,
+    save_policy,
+)
+
+T, D = 5, 4
+W = jax.random.normal(jax.random.key(0), (3, D, D))
+X = jax.random.normal(jax.random.key(1), (T, D))
+
+
+class Draws:
+    """Decides on the host, never the same way twice, and keeps a log."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+
+    def __call__(self, *_: Any) -> Any:
+        self.log.append(np.random.default_rng(len(self.log)).integers(0, D, (T, 1)).astype(np.int32))
+        return self.log[-1]
+
+    def traced(self, like: Any) -> Any:
+        shape = jax.ShapeDtypeStruct((T, 1), jnp.int32)
+        return jax.pure_callback(self, shape, jax.lax.stop_gradient(like), vmap_method="sequential")
+
+
+def use(x_TD: Any, w_DD: Any, idx_T1: Any) -> Any:
+    return jnp.tanh(x_TD @ w_DD) + jnp.take_along_axis(jax.nn.softmax(x_TD @ w_DD), idx_T1, 1)
+
+
+def by_branch(draws: Draws, x: Any, w: Any) -> Any:
+    """The seed's if/else."""
+    if doing_recompute():
+        (idx,) = get_recompute_data()
+    else:
+        idx = draws.traced(x)
+        save_for_recompute(idx)
+    return use(x, w, idx)
+
+
+def by_value(draws: Draws, x: Any, w: Any) -> Any:
+    """One line for both phases."""
+    (idx,) = save_for_recompute(draws.traced(x))
+    return use(x, w, idx)
+
+
+def in_scan(body: Any, x: Any, w: Any) -> Any:
+    return jax.lax.scan(lambda x, w: (body(x, w), None), x, w)[0]
+
+
+def in_scan_of_scans(body: Any, x: Any, w: Any) -> Any:
+    return jax.lax.scan(lambda x, w: (in_scan(body, x, w[None]), None), x, w)[0]
+
+
+def in_jit(body: Any, x: Any, w: Any) -> Any:
+    inner = jax.jit(body)
+    for n in range(3):
+        x = inner(x, w[n])
+    return x
+
+
+def in_cond(body: Any, x: Any, w: Any) -> Any:
+    for n in range(3):
+        x = jax.lax.cond(x[0, 0] < 1e9, body, lambda x, w: x, x, w[n])
+    return x
+
+
+def in_custom_checkpoint(body: Any, x: Any, w: Any) -> Any:
+    inner = jax.checkpoint(body, policy=save_policy())
+    for n in range(3):
+        x = inner(x, w[n])
+    return x
+
+
+PLACES = [in_scan, in_scan_of_scans, in_jit, in_cond, in_custom_checkpoint]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("style", [by_branch, by_value])
+@pytest.mark.parametrize("jit", [False, True])
+def test_each_decision_is_made_once_and_kept_in_its_place(place: Any, style: Any, jit: bool) -> None:  # R8
+    draws = Draws()
+    layer = remat(lambda x, w: place(lambda x, w: style(draws, x, w), x, w))
+    gradient = jax.grad(lambda x, w: (layer(x, w) ** 2).sum(), (0, 1))
+    got = jax.block_until_ready((jax.jit(gradient) if jit else gradient)(X, W))
+    decided = list(draws.log)
+    assert len(decided) == 3
+
+    def oracle(x: Any, w: Any) -> Any:
+        for n in range(3):
+            x = use(x, w[n], decided[n])
+        return (x**2).sum()
+
+    for one, two in zip(got, jax.grad(oracle, (0, 1))(X, W), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5)
+
+
+def test_saves_under_vmap_of_the_layer_are_kept_per_example() -> None:
+    draws = Draws()
+    layer = remat(lambda x, w: jax.vmap(lambda x, w: by_branch(draws, x, w))(jnp.stack([x] * 3), w))
+    got = jax.block_until_ready(jax.jit(jax.grad(lambda x: (layer(x, W) ** 2).sum()))(X))
+    decided = list(draws.log)
+    assert len(decided) == 3
+    want = jax.grad(lambda x: sum((use(x, W[n], decided[n]) ** 2).sum() for n in range(3)))(X)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_saves_at_home_and_inside_in_one_layer() -> None:
+    draws = Draws()
+
+    def layer(x: Any, w: Any) -> Any:
+        (first,) = save_for_recompute(draws.traced(x), name="first")
+        x = use(x, w[0], first)
+        return in_scan(lambda x, w: by_value(draws, x, w), x, w[1:])
+
+    got = jax.block_until_ready(jax.jit(jax.grad(lambda x: (remat(layer)(x, W) ** 2).sum()))(X))
+    a, b, c = list(draws.log)
+    want = jax.grad(lambda x: (use(use(use(x, W[0], a), W[1], b), W[2], c) ** 2).sum())(X)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_value_saved_inside_but_made_and_used_outside() -> None:
+    draws = Draws()
+
+    def layer(x: Any) -> Any:
+        idx = draws.traced(x)
+        y = jax.jit(lambda x, idx: (save_for_recompute(idx), jnp.tanh(use(x, W[0], idx)))[1])(x, idx)
+        return use(jnp.sin(y), W[1], idx)
+
+    got = jax.block_until_ready(jax.jit(jax.grad(lambda x: (remat(layer)(x) ** 2).sum()))(X))
+    [idx] = draws.log
+    want = jax.grad(lambda x: (use(jnp.sin(jnp.tanh(use(x, W[0], idx))), W[1], idx) ** 2).sum())(X)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_second_derivatives_and_forward_mode_through_tags() -> None:
+    def body(x: Any, w: Any) -> Any:
+        if doing_recompute():
+            (idx,) = get_recompute_data()
+        else:
+            idx = jnp.argmax(jax.lax.stop_gradient(x @ w), -1)[:, None]
+            save_for_recompute(idx)
+        return use(x, w, idx)
+
+    def loss(f: Any) -> Any:
+        return lambda s: (f(X * s, W) ** 2).sum()
+
+    plain, ours = (lambda x, w: in_scan(body, x, w)), remat(lambda x, w: in_scan(body, x, w))
+    for transform in (jax.hessian, lambda f: jax.jit(jax.grad(jax.grad(f))), lambda f: lambda s: jax.jvp(f, (s,), (s,))):
+        one, two = transform(loss(ours))(1.0), transform(loss(plain))(1.0)
+        np.testing.assert_allclose(one, two, rtol=1e-4)
+
+
+def test_while_in_forward_mode() -> None:
+    def layer(x: Any) -> Any:
+        return jax.lax.fori_loop(0, jnp.int32(2), lambda _, x: x * save_for_recompute(jnp.int32(2))[0], x)
+
+    _, tangent = jax.jvp(remat(layer), (1.0,), (1.0,))
+    assert tangent == 4
+
+
+def test_jitted_functions_in_a_layer_are_traced_per_phase() -> None:  # R1
+    seen = []
+
+    @jax.jit
+    def inner(x: Any) -> Any:
+        seen.append(doing_recompute())
+        return jnp.sin(x)
+
+    inner(X)  # cached by JAX before any region
+    layer = remat(lambda x: inner(x).sum())
+    for _ in range(2):
+        jax.jit(jax.grad(lambda x: layer(x)))(X)  # noqa: PLW0108 - a new function, so that it is traced again
+    assert seen[0] is False
+    assert True in seen
+
+
+def test_slots_read_inside_a_jitted_function_belong_to_their_call() -> None:  # R9
+    @jax.jit
+    def inner(x: Any) -> Any:
+        return x * (get_recompute_data()[0] if doing_recompute() else 0.0)
+
+    def layer(x: Any, n: Any) -> Any:
+        save_for_recompute(n)
+        return inner(x) + 0 * x if doing_recompute() else x * n
+
+    f = remat(layer)
+    got = jax.jit(jax.grad(lambda x: f(f(x, jnp.float32(3)), jnp.float32(5))))(1.0)
+    assert got == 15
+
+
+def test_a_save_in_a_function_with_its_own_derivative_is_refused() -> None:
+    @jax.custom_jvp
+    def inner(x: Any) -> Any:
+        save_for_recompute(jnp.argmax(x))
+        return jnp.sin(x)
+
+    inner.defjvps(lambda t, ans, x: t * jnp.cos(x))
+    with pytest.raises(MismatchError, match="a save inside a function with a custom_jvp rule cannot be kept"):
+        jax.jit(jax.grad(remat(lambda x: inner(x).sum(), label="layer")))(X)
+
+
+def test_a_layer_that_branches_on_values_and_saves_inside_is_told_what_to_do() -> None:
+    def layer(x: Any) -> Any:
+        if x.sum() > 1e9:
+            return x.sum()
+        return in_scan(lambda x, w: x @ w * save_for_recompute(jnp.argmax(x))[0], x, W).sum()
+
+    with pytest.raises(MismatchError, match="saves inside a scan, cond, vmap, while or jitted function, and looks at"):
+        jax.grad(remat(layer, label="layer"))(X)
+
+
+def test_the_residual_lane_refuses_saves_in_inner_traces() -> None:
+    layer = remat(lambda x: in_scan(lambda x, w: by_value(Draws(), x, w), x, W).sum(), mode="custom_vjp")
+    with pytest.raises(OptionError, match="cannot keep what is saved inside a scan"):
+        jax.jit(jax.grad(layer))(X)
+
+
+# --------------------------------------------------------------------- other people's checkpoints
+
+
+@pytest.mark.parametrize("policy", [save_policy(), None])
+def test_any_checkpoint_keeps_returned_values_with_save_policy(policy: Any) -> None:
+    draws = Draws()
+    layer = jax.checkpoint(lambda x: by_value(draws, x, W[0]), policy=policy)
+    jax.block_until_ready(jax.jit(jax.grad(lambda x: (layer(x) ** 2).sum()))(X))
+    assert len(draws.log) == (1 if policy else 2)
+
+
+def test_flax_linen() -> None:
+    nn = pytest.importorskip("flax.linen")
+    draws = Draws()
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            logits = nn.Dense(D)(x)
+            (idx,) = save_for_recompute(draws.traced(logits))
+            return jnp.tanh(nn.Dense(D)(x)) * jnp.take_along_axis(jax.nn.softmax(logits), idx, 1)
+
+    module = nn.remat(Block, policy=save_policy())()
+    params = Block().init(jax.random.key(0), X)
+    draws.log.clear()
+    jax.block_until_ready(jax.jit(jax.grad(lambda p: module.apply(p, X).sum()))(params))
+    assert len(draws.log) == 1
+
+
+def test_flax_nnx() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    draws = Draws()
+
+    class Block(nnx.Module):
+        def __init__(self) -> None:
+            self.gate = nnx.Linear(D, D, rngs=nnx.Rngs(0))
+
+        def __call__(self, x: Any) -> Any:
+            logits = self.gate(x)
+            (idx,) = save_for_recompute(draws.traced(logits))
+            return jnp.tanh(x) * jnp.take_along_axis(jax.nn.softmax(logits), idx, 1)
+
+    block = Block()
+    step = nnx.jit(nnx.grad(lambda m: nnx.remat(lambda m, x: m(x), policy=save_policy())(m, X).sum()))
+    jax.block_until_ready(jax.tree.leaves(step(block)))
+    assert len(draws.log) == 1
+
+
+def test_equinox() -> None:
+    eqx = pytest.importorskip("equinox")
+    draws = Draws()
+
+    class Block(eqx.Module):
+        gate: Any
+        act: Any = eqx.field(static=True)
+
+        def __call__(self, x: Any) -> Any:
+            logits = x @ self.gate
+            (idx,) = save_for_recompute(draws.traced(logits))
+            return self.act(x) * jnp.take_along_axis(jax.nn.softmax(logits), idx, 1)
+
+    block = Block(W[0], jnp.tanh)
+    for checkpointed in (
+        lambda m, x: eqx.filter_checkpoint(lambda m, x: m(x), policy=save_policy())(m, x),
+        lambda m, x: remat(m)(x),
+        lambda m, x: remat(lambda m, x: m(x))(m, x),
+    ):
+        draws.log.clear()
+        step = eqx.filter_jit(eqx.filter_grad(lambda m, f=checkpointed: f(m, X).sum()))
+        jax.block_until_ready(jax.tree.leaves(step(block)))
+        assert len(draws.log) == 1
