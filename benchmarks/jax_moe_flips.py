@@ -40,7 +40,9 @@ def moe(p: Inputs, x_TD: jax.Array, k: int, pinned_TK: jax.Array | None = None) 
 def data(seed: int) -> Inputs:
     keys = jax.random.split(jax.random.key(seed), 5)
     shapes = {"x_TD": (T, D), "gate_DE": (D, E), "up_EDH": (E, D, H), "down_EHD": (E, H, D), "scale_D": (D,)}
-    p = {n: jax.random.normal(k, s, jnp.bfloat16) * s[-1] ** -0.5 for (n, s), k in zip(shapes.items(), keys, strict=True)}
+    p = {
+        n: jax.random.normal(k, s, jnp.bfloat16) * s[-1] ** -0.5 for (n, s), k in zip(shapes.items(), keys, strict=True)
+    }
     p["x_TD"] = p["x_TD"] * D**0.5
     return p | {"mark_TE": jnp.zeros((T, E))}
 
@@ -78,4 +80,4 @@ if __name__ == "__main__":
     for k in (1, 2, 8):
         for name, wrap in (("jax.checkpoint", jax.checkpoint), ("remat", remat)):
             flipped, off = measure(wrap, k)
-            print(f"{k:4} {name:16} {flipped:15} {off:16.2%}", flush=True)
+            print(f"{k:4} {name:16} {flipped:15} {off:16.3%}", flush=True)

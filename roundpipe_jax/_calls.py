@@ -29,7 +29,7 @@ from ._jax import is_float, is_tracer
 from ._packing import Held, Split, Template, split
 from ._policies import check_matches, with_tags
 from ._regions import CheckpointLane, ResidualLane
-from ._runs import JaxRun, NeedsFreshTraces, NeedsTags, execute, is_abstract, stop_gradients
+from ._runs import JaxRun, NeedsFreshTraces, NeedsTags, NeedsTangents, execute, is_abstract, stop_gradients
 from ._staging import Program, keep, recall, stage
 from ._tags import lead_through_tags
 from ._verify import verified
@@ -82,9 +82,11 @@ class Layer(NamedTuple):
         args, kwargs = _arguments.without_static(*self.arguments.join(arrays))
         return self.fun()(*args, **kwargs)
 
-    def forward(self, arrays: Sequence[Any], slot: Slot, fresh: bool, tags: bool = False) -> tuple[Any, JaxRun]:
+    def forward(
+        self, arrays: Sequence[Any], slot: Slot, fresh: bool, tags: bool = False, cut: bool = False
+    ) -> tuple[Any, JaxRun]:
         """The value of the forward, and the run it was."""
-        run = JaxRun(Phase.FORWARD, slot, fresh=fresh, tags=tags)
+        run = JaxRun(Phase.FORWARD, slot, fresh=fresh, tags=tags, cut=cut)
         return execute(run, lambda: self.apply(arrays)), run
 
     def forward_program(self, *arrays: Any) -> tuple[list[Any], list[Any], Held]:
@@ -152,7 +154,7 @@ class Call:
             return self._outermost(slot)
         if outer.tags:
             return self._tagged()
-        run = JaxRun(phase, slot, home=outer.home, fresh=outer.fresh)
+        run = JaxRun(phase, slot, home=outer.home, fresh=outer.fresh, cut=outer.cut)
         value = execute(run, lambda: self.layer.apply(self.arrays))
         outer.asked = outer.asked or run.asked
         return value
@@ -169,25 +171,45 @@ class Call:
         return self._tagged()
 
     def _at_once(self, slot: Slot) -> Any:
-        before = (dict(slot.entries), dict(slot.children))
+        # Tangents in the forward serve only the probes on saved floats (R5). A layer that saved none last time
+        # runs without, which halves its arithmetic.
+        key = ("saves no float", self.arguments.key())
+        cut = bool(recall(self.fun, key))
         try:
-            value, _ = self.layer.forward(self.arrays, slot, fresh=False)
-        except NeedsFreshTraces:
-            slot.entries, slot.children = before
-            value, _ = self.layer.forward(self.arrays, slot, fresh=True)
+            value = self._forward_at_once(slot, cut)
+        except NeedsTangents:
+            cut = False
+            value = self._forward_at_once(slot, cut)
         outputs, shape = split(value)
-        if not any(is_tracer(output) for output in outputs):
+        if not any(map(is_tracer, self.arrays if cut else outputs)):
             return value  # nothing here is being differentiated
         saved: list[Any] = []
         template = Template(slot, saved)
-        return self._differentiable(outputs, shape, saved, template, None)
+        if None not in key:
+            keep(self.fun, key, not any(map(is_float, saved)))
+        return self._differentiable(stop_gradients(outputs), shape, saved, template, None)
+
+    def _forward_at_once(self, slot: Slot, cut: bool) -> Any:
+        arrays = stop_gradients(self.arrays) if cut else self.arrays
+        for fresh in (False, True):
+            slot.entries.clear()
+            slot.children.clear()
+            try:
+                return self.layer.forward(arrays, slot, fresh=fresh, cut=cut)[0]
+            except NeedsFreshTraces:
+                if fresh:
+                    raise
+        return None
 
     def _staged(self) -> Any:
         program = self._program("forward", Layer.forward_program, self.arrays)
         found: Forward = program.out[2].value
         if not found.asked and found.template.empty and self.options.verify == "off":
             return self._plain(program, found)
-        ran = program.run(stop_gradients(program.consts), stop_gradients(self.arrays))
+        run = program.run
+        if program.cached:  # one operation a layer, lowered once for all of them
+            run = found.made.get("run") or found.made.setdefault("run", jax.jit(_named(program.run, self.fun)))
+        ran = run(stop_gradients(program.consts), stop_gradients(self.arrays))
         count = len(program.out[0])
         return self._differentiable(ran[:count], found.shape, ran[count:], found.template, program)
 
@@ -271,8 +293,8 @@ class Call:
                 raise  # nothing could have looked at these
             raise MismatchError(
                 message(
-                    f"layer {label_of(self.label)!r}: it saves inside a scan, cond, vmap, while or jitted function, and "
-                    "looks at values. It can do one of the two: for the first it is traced as a whole.",
+                    f"layer {label_of(self.label)!r}: it saves inside a scan, cond, vmap, while or jitted function, "
+                    "and looks at values. It can do one of the two: for the first it is traced as a whole.",
                     [("looked", str(error).partition("\n")[0])],
                     "wrap the function that saves in remat of its own, instead of the layer around it; or let the "
                     "inner function return the decisions and save them outside of it.",
@@ -347,8 +369,11 @@ def _held_weakly(call: Call, function: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _named(function: Callable[..., Any], like: Any) -> Callable[..., Any]:
-    function.__name__ = getattr(like, "__name__", "layer")
-    return function
+    def named(*values: Any) -> Any:
+        return function(*values)
+
+    named.__name__ = getattr(like, "__name__", "layer")
+    return named
 
 
 def _is_about_forward_mode(error: Exception) -> bool:

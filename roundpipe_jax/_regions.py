@@ -1,7 +1,8 @@
 """The two lanes: how the output of the forward gets the gradient of the recompute (R10).
 
 A region's operation takes the forward's output, the slot's arrays and the inputs, and returns the forward's
-output. Only its derivative looks at the rest: it runs the recompute, a program that reads the slot.
+output. Only its derivative looks at the rest: it runs the recompute, a program that reads the slot. The output
+comes in without tangents: whoever calls has cut them off.
 
 In the checkpoint lane the derivative is a `custom_jvp` rule whose tangent is `jax.checkpoint` of the recompute's
 tangent. Nothing of the recompute runs before backward asks for it. In the residual lane it is a `custom_vjp` rule
@@ -19,7 +20,6 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from ._jax import is_float, is_remat3, optimization_barrier
-from ._runs import stop_gradients
 from ._staging import Program
 
 __all__ = ["CheckpointLane", "ResidualLane"]
@@ -103,7 +103,7 @@ class CheckpointLane(_Lane):
             return self._beside(outputs, slot, inputs)
         operation = jax.custom_jvp(lambda outputs, slot, inputs, consts: outputs)
         operation.defjvp(self._rule(operation), symbolic_zeros=True)
-        result: list[Any] = operation(stop_gradients(list(outputs)), list(slot), list(inputs), list(forward_consts))
+        result: list[Any] = operation(list(outputs), list(slot), list(inputs), list(forward_consts))
         return result
 
     def _rule(self, operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,7 +144,7 @@ class CheckpointLane(_Lane):
         again = made(list(slot), list(inputs))
         return [
             _left_value_right_tangent(out, like) if is_float(out) else out
-            for out, like in zip(stop_gradients(list(outputs)), again, strict=True)
+            for out, like in zip(outputs, again, strict=True)
         ]
 
 
@@ -202,7 +202,7 @@ class ResidualLane(_Lane):
 
         operation = jax.custom_vjp(lambda outputs, slot, inputs, consts: outputs)
         operation.defvjp(forward, backward, symbolic_zeros=True)
-        result: list[Any] = operation(stop_gradients(list(outputs)), list(slot), list(inputs), list(forward_consts))
+        result: list[Any] = operation(list(outputs), list(slot), list(inputs), list(forward_consts))
         return result
 
 

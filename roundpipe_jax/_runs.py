@@ -23,7 +23,16 @@ from roundpipe_core._trees import Spec, flatten, paths, unflatten
 
 from ._jax import cannot_name, concrete_value, is_float, is_tracer, named, trace_state, user_context
 
-__all__ = ["SAVED", "JaxRun", "NeedsFreshTraces", "NeedsTags", "execute", "is_abstract", "saved_outside"]
+__all__ = [
+    "SAVED",
+    "JaxRun",
+    "NeedsFreshTraces",
+    "NeedsTags",
+    "NeedsTangents",
+    "execute",
+    "is_abstract",
+    "saved_outside",
+]
 
 T = TypeVar("T")
 
@@ -42,16 +51,30 @@ class NeedsFreshTraces(BaseException):
     """The phase or the slot was asked for inside an inner trace, which no other run may then reuse."""
 
 
+class NeedsTangents(BaseException):
+    """A float was saved by a forward that runs without tangents, so that nobody can tell whether it carries one."""
+
+
 class JaxRun(Run):
     """One execution of a region's Python code in JAX."""
 
-    __slots__ = ("asked", "fresh", "home", "tags")
+    __slots__ = ("asked", "cut", "fresh", "home", "tags")
 
-    def __init__(self, phase: Phase, slot: Slot, *, home: Any = None, fresh: bool = False, tags: bool = False) -> None:
+    def __init__(
+        self,
+        phase: Phase,
+        slot: Slot,
+        *,
+        home: Any = None,
+        fresh: bool = False,
+        tags: bool = False,
+        cut: bool = False,
+    ) -> None:
         super().__init__(phase, slot)
         self.home = trace_state() if home is None else home
         self.fresh = fresh or tags
         self.tags = tags
+        self.cut = cut
         self.asked = False  # whether the layer knows its phase: then its phases may differ
 
     def consulted(self) -> None:
@@ -89,6 +112,8 @@ class JaxRun(Run):
             spec = flatten(data, leaves, expand)
         except RecursionError:
             return data  # the core has the words for it
+        if self.cut and place is not None and any(isinstance(leaf, jax.Array) and is_float(leaf) for leaf in leaves):
+            raise NeedsTangents
         tracers = [n for n, leaf in enumerate(leaves) if is_tracer(leaf)]
         if not tracers:
             return data

@@ -22,6 +22,7 @@ class Program(NamedTuple):
 
     jaxpr: ClosedJaxpr
     out: Any  # the function's result, with `jax.ShapeDtypeStruct` for arrays
+    cached: bool = False  # whether equal calls get the same program
 
     @property
     def consts(self) -> list[Any]:
@@ -42,7 +43,7 @@ def stage(function: Callable[..., Any], args: Sequence[Any], jitted: Any = None)
     if jitted is not None:
         traced = jitted.trace(*args)
         if len(traced.jaxpr.in_avals) == len(args):  # otherwise it closes over tracers of one call
-            return Program(traced.jaxpr, traced.out_info)
+            return Program(traced.jaxpr, traced.out_info, cached=True)
     jaxpr, out = jax.make_jaxpr(lambda *values: function(*values), return_shape=True)(*args)
     return Program(jaxpr, out)
 

@@ -289,9 +289,10 @@ class _Recompute:
         """Recompute, and fill the frame's holders. Returns whether another thread was inside a region meanwhile."""
         frame = self.frame
         options, generators = frame._options, frame._generators
+        outer, nodes = thread.run, node_count()
+        around = outer.trace if isinstance(outer, TorchRun) else None
+        base = around.base if around else 0
         args, kwargs = frame.inputs()
-        nodes = node_count()
-        outer = thread.run
         kept = generators.now() if generators else []
         visit = Visit(generators)
         self.trace.restart()
@@ -317,8 +318,8 @@ class _Recompute:
             crowded = visit.end()
             if generators:
                 generators.set(kept)
-            if isinstance(outer, TorchRun) and outer.trace is not None:
-                outer.trace.skip(node_count() - nodes)
+            if around is not None:  # the nodes of this recompute, and of one around it, are not its own
+                around.skip(base + node_count() - nodes - around.base)
         return crowded
 
     def _pack(self, tensor: torch.Tensor) -> _Recomputed:

@@ -18,7 +18,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -159,13 +159,24 @@ def _user_line() -> str:
 
 
 def _line() -> int:
-    """Names the instruction that runs now by those that called it, up to the region's own call."""
+    """Names the expression that runs now by those that called it, up to the region's own call."""
     frame: FrameType | None = sys._getframe(3)
     name = 0
     while frame is not None and frame.f_code not in region_codes:
-        name = hash((name, id(frame.f_code), frame.f_lasti))
+        code = frame.f_code
+        _, positions = _positions.get(id(code)) or _note_positions(code)
+        name = hash((name, id(code), positions[frame.f_lasti >> 1]))
         frame = frame.f_back
     return name
+
+
+_positions: dict[int, tuple[CodeType, list[Any]]] = {}
+
+
+def _note_positions(code: CodeType) -> tuple[CodeType, list[Any]]:
+    """Where each instruction stands in the source. Its offset will not do: the interpreter moves it as it adapts."""
+    noted = _positions[id(code)] = code, list(code.co_positions())
+    return noted
 
 
 def match_aligned(forward: Trace, needed: list[int], recompute: Trace) -> tuple[Pairs, bool]:
@@ -243,7 +254,11 @@ def _by_liveness(
     guesses = dict(zip(ours, theirs, strict=False))
     if not compare and len(ours) == len(theirs):
         return pairs | guesses, {}
-    if len(ours) == len(theirs) and all(_could_be(forward, f, recompute, r) for f, r in guesses.items()):
+    if (
+        len(ours) == len(theirs)
+        and all(_could_be(forward, f, recompute, r) for f, r in guesses.items())
+        and _ranks(forward, ours) == _ranks(recompute, theirs)
+    ):
         return pairs, guesses
     return pairs | _indices(forward, ours, recompute, theirs), {}
 
@@ -256,6 +271,13 @@ def _could_be(forward: Trace, ours: int, recompute: Trace, theirs: int) -> bool:
         return one is other
     before = one[1] < forward.told_at or other[1] < recompute.told_at  # made where both phases were still one
     return one == other if before else one[0] == other[0]
+
+
+def _ranks(trace: Trace, packs: list[int]) -> list[int]:
+    """In which order the packs were made. Work that one phase leaves out shifts the numbers, but not their order."""
+    makers = [maker[1] for n in packs if (maker := trace.makers[n]) is not None]
+    known = sorted(set(makers))
+    return [known.index(number) for number in makers]
 
 
 def _at_line(trace: Trace, pack: int) -> tuple[Any, ...]:

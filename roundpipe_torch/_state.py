@@ -16,6 +16,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from roundpipe_core._phase import thread
+
 __all__ = ["Ambient", "DrawWatch", "Generators", "Visit", "generators_of", "modules_of"]
 
 _ACCELERATOR = torch.accelerator.current_accelerator()
@@ -67,7 +69,7 @@ class Visit:
         self._watching = generators is not None
         if self._watching:
             me = threading.get_ident()
-            self._nested = me in Visit._inside
+            self._nested = thread.run is not None and me in Visit._inside
             Visit._inside.add(me)
             self._crowded = len(Visit._inside) > 1
             if self._crowded:

@@ -258,6 +258,24 @@ def test_equal_values_by_other_operations_are_right_or_refused(branches, early_s
     same(got, gradients(plain), within=1e-5)
 
 
+def test_experts_in_another_order_are_refused():
+    """The loop runs the same line as often, for other experts."""
+    experts = torch.nn.ParameterList(leaf(D, D, seed=n).detach() for n in range(3))
+
+    def layer(x):
+        order = [2, 0, 1]
+        if doing_recompute():
+            order = sorted(get_recompute_data()[0])
+        else:
+            save_for_recompute(order)
+        return sum(torch.tanh(x @ experts[e]) for e in order).exp()
+
+    y = checkpoint(layer, leaf(T, D))
+
+    with pytest.raises(CheckpointMismatchError, match="another parameter"):
+        y.sum().backward()
+
+
 def test_an_operation_needed_from_one_phase_only_is_an_error_not_a_gradient():
     """The recompute drops a factor that the forward's result hangs on."""
 

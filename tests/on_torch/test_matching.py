@@ -392,6 +392,10 @@ OTHER_CODE = {
         lambda x, g, u: torch.mul(*[torch.softmax(x @ g, -1), torch.tanh(x @ g)]),
         lambda x, g, u: torch.mul(*[torch.tanh(x @ g), torch.softmax(x @ g, -1)][::-1]),
     ),
+    "swapped factors of one kind": (
+        lambda x, g, u: torch.mul(*[torch.sin(x @ g), torch.sin(2 * (x @ g))]),
+        lambda x, g, u: torch.mul(*[torch.sin(x @ g), torch.sin(2 * (x @ g))][::-1]),
+    ),
     "swapped factors": (
         lambda x, g, u: torch.sin(x @ g) * torch.cos(x @ u),
         lambda x, g, u: torch.cos(x @ u) * torch.sin(x @ g),

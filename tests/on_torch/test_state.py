@@ -18,6 +18,7 @@ from roundpipe_torch import (
     recompute_once,
     save_for_recompute,
 )
+from roundpipe_torch._state import Visit
 
 
 def leaf(seed: int = 0) -> torch.Tensor:
@@ -280,3 +281,10 @@ def test_save_and_get_wait_for_no_device() -> None:
         checkpoint(layer, x).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_visit_cut_short_is_forgotten_by_the_next_step_of_its_thread() -> None:
+    """A keyboard interrupt can keep a region from signing off; other threads' draws must not be refused for good."""
+    Visit._inside.add(threading.get_ident())
+    checkpoint(torch.exp, leaf()).sum().backward()
+    assert threading.get_ident() not in Visit._inside

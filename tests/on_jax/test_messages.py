@@ -1,0 +1,168 @@
+"""Every error of the JAX frontend, line by line."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from roundpipe_jax import GradientError, MismatchError, OptionError, doing_recompute, remat, save_for_recompute
+
+X = jnp.ones((2, 3))
+
+
+def lines(error: BaseException) -> list[str]:
+    """The message without the note that JAX may add, and with file names cut to their last part."""
+    text = str(error).partition("\n--------------------")[0]
+    return [line.replace(__file__, "test_messages.py") for line in text.splitlines()]
+
+
+def raised(kind: type[Exception], run: Any) -> list[str]:
+    with pytest.raises(kind) as caught:
+        run()
+    return lines(caught.value)
+
+
+def test_a_saved_tangent() -> None:  # R5
+    def layer(x: Any) -> Any:
+        save_for_recompute({"w": [x * 2]})
+        return x.sum()
+
+    at = layer.__code__.co_firstlineno + 1
+    assert raised(GradientError, lambda: jax.jit(jax.grad(remat(layer, label="experts")))(X)) == [
+        "layer 'experts', the unnamed slot: data[0]['w'][0] depends on a value that is being differentiated; a slot "
+        "would cut its gradient.",
+        "  value: float32[2, 3]",
+        f"  saved at: test_messages.py:{at}",
+        "  way out: save jax.lax.stop_gradient(value) if it is a decision; if it is not, do not save it: the recompute "
+        "makes it again.",
+    ]
+
+
+def test_a_branch_that_was_not_saved() -> None:
+    @remat(label="gate")
+    def layer(x: Any) -> Any:
+        return jnp.sin(x).sum() if x.sum() > 0 else x.sum()
+
+    assert raised(MismatchError, lambda: jax.grad(layer)(X)) == [
+        "layer 'gate': the recompute looks at a value that the forward did not save.",
+        "  forward: ran on values",
+        "  recompute: is traced, and has only what was saved",
+        "  way out: save the decision: `flag, = save_for_recompute(bool(condition))`, and branch on what comes back.",
+    ]
+
+
+@pytest.mark.parametrize("way", [lambda f: f, jax.jit])
+def test_phases_that_return_different_shapes(way: Any) -> None:  # R10
+    @remat(label="cut")
+    def layer(x: Any) -> Any:
+        return {"y": x[:1] if doing_recompute() else x}
+
+    assert raised(MismatchError, lambda: way(jax.grad(lambda x: layer(x)["y"].sum()))(X)) == [
+        "layer 'cut': forward and recompute do not return the same.",
+        "  forward: output 0 is float32[2, 3]",
+        "  recompute: output 0 is float32[1, 3]",
+        "  way out: let both branches of `if doing_recompute():` compute the same, and save what decides between them.",
+    ]
+
+
+def test_phases_that_return_different_structures() -> None:  # R10
+    layer = remat(lambda x: (x,) if doing_recompute() else x, label="cut")
+    assert raised(MismatchError, lambda: jax.grad(lambda x: layer(x).sum())(X))[1:3] == [
+        "  forward: returned PyTreeDef(*)",
+        "  recompute: returned PyTreeDef((*,))",
+    ]
+
+
+def test_forward_mode_in_the_residual_lane() -> None:
+    layer = remat(jnp.sin, mode="custom_vjp", label="wave")
+    wave = remat(lambda x: layer(x) * save_for_recompute(2)[0], mode="custom_vjp", label="wave")
+    assert raised(OptionError, lambda: jax.jvp(wave, (X,), (X,))) == [
+        "layer 'wave': mode=\"custom_vjp\" has no forward-mode derivative (jvp, linearize, jacfwd, hessian).",
+        '  way out: use mode="checkpoint", the default.',
+    ]
+
+
+def test_saves_in_inner_traces_in_the_residual_lane() -> None:
+    layer = remat(lambda x: jax.vmap(lambda x: save_for_recompute(x > 0)[0])(x), mode="custom_vjp", label="wave")
+    assert raised(OptionError, lambda: jax.jit(layer)(X)) == [
+        "layer 'wave': mode=\"custom_vjp\" cannot keep what is saved inside a scan, cond, vmap, while or jitted function "
+        "of the layer.",
+        '  way out: use mode="checkpoint", the default, or save outside the inner function.',
+    ]
+
+
+def test_a_value_dependent_layer_that_saves_in_an_inner_trace() -> None:
+    @remat(label="both")
+    def layer(x: Any) -> Any:
+        flag = bool(x.sum() > 0)
+        return jax.vmap(lambda x: x * save_for_recompute(x > 0)[0])(x).sum() * flag
+
+    found = raised(MismatchError, lambda: jax.grad(layer)(X))
+    assert found[0] == (
+        "layer 'both': it saves inside a scan, cond, vmap, while or jitted function, and looks at values. It can do one "
+        "of the two: for the first it is traced as a whole."
+    )
+    assert found[1].startswith("  looked: Attempted boolean conversion of traced array")
+    assert found[2] == (
+        "  way out: wrap the function that saves in remat of its own, instead of the layer around it; or let the inner "
+        "function return the decisions and save them outside of it."
+    )
+
+
+def test_a_save_inside_a_custom_derivative() -> None:
+    @jax.custom_vjp
+    def inner(x: Any) -> Any:
+        save_for_recompute(jnp.argmax(x))
+        return x
+
+    inner.defvjp(lambda x: (x, None), lambda _, t: (t,))
+    assert raised(MismatchError, lambda: jax.jit(remat(lambda x: inner(x), label="kernel"))(X)) == [
+        "layer 'kernel': a save inside a function with a custom_vjp rule cannot be kept for the recompute, because "
+        "differentiation replaces that function by its rule.",
+        "  operation: custom_vjp_call",
+        "  way out: make the decision before calling that function, save it there, and pass it in.",
+    ]
+
+
+OPTIONS = {
+    "mode": (
+        lambda: remat(jnp.sin, mode="magic"),  # type: ignore[call-overload]
+        ["remat: mode='magic' does not exist.", "  way out: choose one of 'checkpoint', 'custom_vjp'."],
+    ),
+    "verify": (
+        lambda: remat(jnp.sin, verify=True),  # type: ignore[call-overload]
+        ["remat: verify=True does not exist.", "  way out: choose one of 'off', 'warn', 'raise'."],
+    ),
+    "fun": (lambda: remat(3), ["remat takes a function, not 3.", "  way out: pass the layer itself."]),
+    "argnums": (
+        lambda: remat(jnp.sin, static_argnums="x"),  # type: ignore[arg-type]
+        ["remat: static_argnums='x'.", "  way out: give positions: an int, or a tuple of ints."],
+    ),
+    "argnums of a call": (
+        lambda: remat(lambda x: x, static_argnums=2, label="one")(X),
+        [
+            "layer 'one': static_argnums=(2,) names an argument that this call does not have.",
+            "  positional arguments: 1",
+            "  way out: count from 0, or use static_argnames for arguments passed by name.",
+        ],
+    ),
+    "prevent_cse": (
+        lambda: remat(jnp.sin, prevent_cse="no")(X),
+        ["remat: prevent_cse='no'.", "  way out: give True, False, None, or one of them per argument."],
+    ),
+    "policy": (
+        lambda: remat(jnp.sin, mode="custom_vjp", policy=jax.checkpoint_policies.dots_saveable),
+        [
+            'remat: mode="custom_vjp" takes no policy: it keeps exactly the inputs and the slot.',
+            "  policy: DotsSaveable(only_if_no_batch_dims=False)",
+            '  way out: leave the policy out, or use mode="checkpoint".',
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OPTIONS)
+def test_options_that_do_not_exist(what: str) -> None:
+    run, expected = OPTIONS[what]
+    assert raised(OptionError, run) == expected
