@@ -35,6 +35,9 @@ class Meter(TorchDispatchMode):
         self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for given in tree_iter((args, kwargs)):
+            if isinstance(given, torch.Tensor):
+                self._known.setdefault(given.untyped_storage(), 0)  # it was there before, and so are views of it
         outputs = func(*args, **(kwargs or {}))
         self.operations[func._schema.name] += 1
         for output in tree_iter(outputs):

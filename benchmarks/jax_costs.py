@@ -1,8 +1,8 @@
 """What remat costs in work and memory, without a clock: `python benchmarks/jax_costs.py`.
 
-Runs of `top_k` in the optimised HLO, also with two layers in one outer layer, FLOPs by a walk over the jaxpr, residual bytes from
-shapes, Python calls of the layer, and XLA's temporary bytes (each in a process of its own, with a scheduler that looks at
-memory; CPU XLA by default shows no saving from any remat).
+Runs of `top_k` in the optimised HLO, also with two layers in one outer layer, FLOPs by a walk over the jaxpr, residual
+bytes from shapes, Python calls of the layer, and XLA's temporary bytes (each in a process of its own, with a scheduler
+that looks at memory; CPU XLA by default shows no saving from any remat).
 """
 
 import os
@@ -140,8 +140,8 @@ if __name__ == "__main__":
         loss = unrolled(wrap)
         size, runs = compiled("unrolled", name)
         row = (
-            f"{name:20} {runs:10} {compiled('nested', name)[1]:9} {flops(loss) / 1e6:9.1f} {residuals(loss) / 1e6:8.2f} "
-            f"{calls(wrap):8} {size:17.2f} {compiled('scanned', name)[0]:9.2f}"
+            f"{name:20} {runs:10} {compiled('nested', name)[1]:9} {flops(loss) / 1e6:9.1f} "
+            f"{residuals(loss) / 1e6:8.2f} {calls(wrap):8} {size:17.2f} {compiled('scanned', name)[0]:9.2f}"
         )
         print(row, flush=True)
     print(f"{'remat_layers':20} {compiled('scanned', 'stack')[0]:87.2f}")

@@ -2,7 +2,8 @@
 
 XLA keeps more than bfloat16 inside a fusion, so the forward's router sees the unrounded layer input and the
 recompute's router the rounded one. Which experts the recompute used is read off the gradient of a term that only
-chosen experts have. The distance is to the gradient of `jax.checkpoint` with the forward's routing pinned, the worst of four inputs.
+chosen experts have. The distance is to the gradient of `jax.checkpoint` with the forward's routing pinned, the
+worst of four inputs.
 """
 
 import sys

@@ -24,21 +24,13 @@ from roundpipe_jax import doing_recompute, get_recompute_data, remat, save_for_r
 
 Weights = dict[str, Array]
 Layer = Callable[..., Any]
+Plan = tuple[Array, ...]  # the experts of each token, their rows, whether there was room, and the token of each row
 
 WAYS: dict[str, Callable[[Layer], Layer]] = {
     "none": lambda layer: layer,
     "jax": jax.checkpoint,
     "ours": partial(remat, label="block"),
 }
-
-
-class Plan(NamedTuple):
-    """The experts of each token, their rows, whether there was room, and the token of each row."""
-
-    chosen_TK: Array
-    row_TK: Array
-    kept_TK: Array
-    token_R: Array
 
 
 class Model(NamedTuple):
@@ -120,11 +112,11 @@ def moe(
     scores_TE = jax.nn.sigmoid(product(x_TD, weights["moe.gate_DE"]))
     if plan is None:
         if doing_recompute():
-            plan = Plan(*get_recompute_data())
+            plan = get_recompute_data()
         else:
-            plan = Plan(*save_for_recompute(*route(sizes, bias_E, jax.lax.stop_gradient(scores_TE))))
-    y_TD = run_experts(sizes, weights, x_TD, scores_TE, plan)
-    seen = probe(watch_TK, plan.chosen_TK) if watch_TK is not None else jnp.zeros((), jnp.float32)
+            plan = save_for_recompute(*route(sizes, bias_E, jax.lax.stop_gradient(scores_TE)))
+    y_TD = run_experts(sizes, weights, x_TD, scores_TE, *plan)
+    seen = probe(watch_TK, plan[0]) if watch_TK is not None else jnp.zeros((), jnp.float32)
     return y_TD.reshape(x_BLD.shape), plan, seen
 
 
@@ -141,7 +133,7 @@ def route(sizes: Sizes, bias_E: Array, scores_TE: Array) -> Plan:
     row_TK = jnp.zeros_like(row).at[order].set(row, unique_indices=True).reshape(T, K)
     token_R = jnp.zeros(E * C + 1, row.dtype).at[row].set(order // K)[:-1]
     kept_TK = row_TK < E * C
-    return Plan(chosen_TK, row_TK * kept_TK, kept_TK, token_R)
+    return chosen_TK, row_TK * kept_TK, kept_TK, token_R
 
 
 def load(chosen_TK: Array, E: int) -> Array:
@@ -149,19 +141,28 @@ def load(chosen_TK: Array, E: int) -> Array:
     return jnp.zeros(E, jnp.int32).at[chosen_TK.reshape(-1)].add(1)
 
 
-def run_experts(sizes: Sizes, weights: Weights, x_TD: Array, scores_TE: Array, plan: Plan) -> Array:
+def run_experts(
+    sizes: Sizes,
+    weights: Weights,
+    x_TD: Array,
+    scores_TE: Array,
+    chosen_TK: Array,
+    row_TK: Array,
+    kept_TK: Array,
+    token_R: Array,
+) -> Array:
     E, D = sizes.E, sizes.D
-    weights_TK = jnp.take_along_axis(scores_TE, plan.chosen_TK, axis=1)
-    weights_TK = weights_TK / weights_TK.sum(-1, keepdims=True) * plan.kept_TK.astype(x_TD.dtype)
-    x_ECD = x_TD[plan.token_R].reshape(E, -1, D)
+    weights_TK = jnp.take_along_axis(scores_TE, chosen_TK, axis=1)
+    weights_TK = weights_TK / weights_TK.sum(-1, keepdims=True) * kept_TK.astype(x_TD.dtype)
+    x_ECD = x_TD[token_R].reshape(E, -1, D)
     y_ECD = product(jax.nn.silu(product(x_ECD, weights["moe.up_EDH"])), weights["moe.down_EHD"])
-    y_TKD = y_ECD.reshape(-1, D)[plan.row_TK]
+    y_TKD = y_ECD.reshape(-1, D)[row_TK]
     return (y_TKD * weights_TK[..., None]).sum(1)
 
 
 def moved(sizes: Sizes, bias_E: Array, plan: Plan) -> Array:
     """The bias after a forward: up if the expert got less than its share of the tokens, down if more."""
-    load_E = load(plan.chosen_TK, sizes.E).astype(jnp.float32)
+    load_E = load(plan[0], sizes.E).astype(jnp.float32)
     return bias_E + sizes.bias_rate * jnp.sign(load_E.mean() - load_E)
 
 

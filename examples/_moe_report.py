@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import base64
 import html
-import io
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import _moe_jax_report as in_jax
 import numpy as np
+from _moe_look import COLORS, TITLES, Drawn, Plot, Row, drawn, error, size, smooth
 from _moe_results import Results, Way
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
-
-TITLES = {
-    "none": "no checkpointing",
-    "torch": "torch's checkpointing",
-    "ours": "ours",
-    "verify": "ours, verify",
-}
-COLORS = {"none": "#8a8f98", "torch": "#d1495b", "ours": "#1f6feb", "verify": "#2a9d6f"}
 
 
 def write(found: Results, folder: Path) -> list[Path]:
@@ -41,13 +32,6 @@ def write(found: Results, folder: Path) -> list[Path]:
 # Rows, for the terminal and the page alike
 
 
-class Row(NamedTuple):
-    """One quantity, for all ways."""
-
-    name: str
-    cell: Callable[[Way], str]
-
-
 def rows(found: Results) -> list[Row]:
     return [
         Row("training loss, last tenth of the steps", lambda way: f"{way.final_loss:.4f}"),
@@ -58,19 +42,15 @@ def rows(found: Results) -> list[Row]:
         Row("identical to the oracle, bit for bit", lambda way: _verdict(way)),
         Row("routing decisions per layer and step", _decisions),
         Row(f"of {found.tokens} tokens, routed otherwise in backward", _flips),
-        Row("bytes held per layer after forward", lambda way: _size(round(np.mean(way.bytes_held)))),
-        Row("of these the saved decision", lambda way: _size(way.bytes_saved)),
+        Row("bytes held per layer after forward", lambda way: size(round(np.mean(way.bytes_held)))),
+        Row("of these the saved decision", lambda way: size(way.bytes_saved)),
         Row("step time, relative", lambda way: f"{way.time_ratio:.2f}"),
         Row("step time", lambda way: f"{way.seconds * 1000:.0f} ms"),
     ]
 
 
 def _versus(way: Way, difference: float, percent: bool = False) -> str:
-    if way.name == "none":
-        return "oracle"
-    if difference == 0:
-        return "0"
-    return f"{difference:.1%}" if percent and difference >= 0.0005 else f"{difference:.1e}"
+    return "oracle" if way.name == "none" else error(difference, percent)
 
 
 def _verdict(way: Way) -> str:
@@ -92,21 +72,27 @@ def _flips(way: Way) -> str:
     return f"0 ({way.flipped_tokens:.1f} averted)" if way.name == "verify" else f"{way.flipped_tokens:.1f}"
 
 
-def _size(count: int) -> str:
-    if count == 0:
-        return "0"
-    return f"{count / 1e6:.2f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
+def tables(found: Results) -> list[tuple[str, list[Any], list[Row]]]:
+    """Name of the framework, its ways, and what there is to say of each."""
+    shown: list[tuple[str, list[Any], list[Row]]] = []
+    if found.ways:
+        shown.append(("PyTorch", found.ways, rows(found)))
+    if found.jax:
+        shown.append(("JAX", found.jax.ways, in_jax.rows(found)))
+    return shown
 
 
-def print_table(found: Results, console: Console) -> None:
-    """The table, and what it comes to."""
-    table = Table(title=f"{found.options['steps']} steps each way", title_justify="left", title_style="bold")
-    table.add_column("")
-    for way in found.ways:
-        table.add_column(way.name, justify="right")
-    for row in rows(found):
-        table.add_row(row.name, *(_coloured(row.cell(way)) for way in found.ways))
-    console.print(table)
+def print_tables(found: Results, console: Console) -> None:
+    """The tables, and what they come to."""
+    for framework, its_ways, its_rows in tables(found):
+        title = f"{framework}, {len(its_ways[0].losses)} steps each way"
+        table = Table(title=title, title_justify="left", title_style="bold")
+        table.add_column("")
+        for way in its_ways:
+            table.add_column(way.name, justify="right")
+        for row in its_rows:
+            table.add_row(row.name, *(_coloured(row.cell(way)) for way in its_ways))
+        console.print(table)
     for sentence in verdict(found):
         console.print(sentence, highlight=False)
 
@@ -122,12 +108,12 @@ def verdict(found: Results) -> list[str]:
     compared = [way for way in found.ways if way.name in ("ours", "verify")]
     if compared and found.followed():
         sentences.append(
-            f"Ours followed the un-checkpointed run bit for bit: all {len(found.ways[0].losses)} losses, every "
-            "parameter and every bias are the same numbers."
+            f"In PyTorch, ours followed the un-checkpointed run bit for bit: all {len(found.ways[0].losses)} losses, "
+            "every parameter and every bias are the same numbers."
         )
     sentences += [
-        f"FAILED: {TITLES[way.name]} deviates from the un-checkpointed run, by {way.loss_difference:.1e} in the loss "
-        f"and {way.parameter_difference:.1e} in the parameters."
+        f"FAILED: {TITLES[way.name]} in PyTorch deviates from the un-checkpointed run, by {way.loss_difference:.1e} in "
+        f"the loss and {way.parameter_difference:.1e} in the parameters."
         for way in compared
         if not way.bitwise
     ]
@@ -143,35 +129,15 @@ def verdict(found: Results) -> list[str]:
             f'verify="warn" reported {verified.flipped_tokens:.1f} tokens in each layer and step that a plain '
             "recompute would have sent elsewhere. The gradient is that of the forward's routing all the same."
         )
-    return sentences
+    return sentences + in_jax.verdict(found)
 
 
 # Figures
 
 
-class Drawn(NamedTuple):
-    """A figure, ready to be put anywhere."""
-
-    name: str
-    title: str
-    caption: str
-    wide: bool
-    png: bytes
-
-
-class Plot(NamedTuple):
-    """What a figure shows, and when there is something to show."""
-
-    name: str
-    title: str
-    caption: str
-    draw: Callable[[Axes, Results], None]
-    wide: bool = False
-    worthwhile: Callable[[Results], bool] = lambda found: True
-
-
 def draw(found: Results) -> list[Drawn]:
-    return [_drawn(plot, found) for plot in _plots() if plot.worthwhile(found)]
+    plots = (_plots() if found.ways else []) + (in_jax.plots() if found.jax else [])
+    return [drawn(plot, found) for plot in plots if plot.worthwhile(found)]
 
 
 def _plots() -> list[Plot]:
@@ -229,22 +195,6 @@ def _compares(found: Results) -> bool:
     return len(found.ways) > 1
 
 
-def _drawn(plot: Plot, found: Results) -> Drawn:
-    figure = Figure(figsize=(10, 3.7) if plot.wide else (5.4, 3.5), layout="constrained", facecolor="white")
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#9aa0a8")
-    axes.tick_params(color="#9aa0a8", labelcolor="#3a3f47", labelsize=9)
-    axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
-    axes.set_axisbelow(True)
-    plot.draw(axes, found)
-    for label in (axes.xaxis.label, axes.yaxis.label):
-        label.set(size=9.5, color="#3a3f47")
-    png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=170)
-    return Drawn(plot.name, plot.title, plot.caption, plot.wide, png.getvalue())
-
-
 _STYLES: dict[str, dict[str, Any]] = {
     "none": {"linewidth": 5.0, "alpha": 0.45, "solid_capstyle": "round"},
     "torch": {"linewidth": 1.6},
@@ -255,7 +205,7 @@ _STYLES: dict[str, dict[str, Any]] = {
 
 def _loss_curves(axes: Axes, found: Results) -> None:
     for way in found.ways:
-        axes.plot(*_smooth(way.losses), color=COLORS[way.name], label=TITLES[way.name], **_STYLES[way.name])
+        axes.plot(*smooth(way.losses), color=COLORS[way.name], label=TITLES[way.name], **_STYLES[way.name])
     axes.set(xlabel="step", ylabel="nats per byte")
     axes.margins(x=0.01)
     axes.legend(frameon=False, fontsize=9.5)
@@ -270,7 +220,7 @@ def _deviations(axes: Axes, found: Results) -> None:
         values = np.array(way.loss_differences)
         if values.any():
             shown = np.where(values > 0, values, np.nan)
-            mean = _smooth(way.loss_differences, zero=floor)
+            mean = smooth(way.loss_differences, zero=floor)
             axes.plot(steps, shown, ".", color=COLORS[way.name], markersize=3, alpha=0.35)
             axes.plot(*mean, color=COLORS[way.name], label=TITLES[way.name], linewidth=1.8)
         else:
@@ -323,7 +273,7 @@ def _flips_seen(axes: Axes, found: Results) -> None:
         if way.flipped:
             share = [value * 100 for value in way.flipped]
             axes.plot(range(1, len(share) + 1), share, ".", color=COLORS[way.name], markersize=3, alpha=0.3)
-            axes.plot(*_smooth(share), color=COLORS[way.name], label=TITLES[way.name], linewidth=1.8)
+            axes.plot(*smooth(share), color=COLORS[way.name], label=TITLES[way.name], linewidth=1.8)
     axes.set(xlabel="step", ylabel="% of tokens")
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=9)
@@ -351,25 +301,13 @@ def _step_times(axes: Axes, found: Results) -> None:
     axes.set(xlabel="relative to the same step without checkpointing")
 
 
-def _smooth(values: list[float], zero: float | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Steps, and the running mean of up to ten values. With `zero`, of logarithms, for a logarithmic axis."""
-    window = max(1, min(10, len(values) // 4))
-    kept = np.log(np.maximum(values, zero)) if zero is not None else np.array(values)
-    total = np.cumsum(np.concatenate([[0.0], kept]))
-    last = np.arange(1, len(values) + 1)
-    first = np.maximum(last - window, 0)
-    mean = (total[last] - total[first]) / (last - first)
-    return last, np.exp(mean) if zero is not None else mean
-
-
 # The page
 
 
 def page(found: Results, figures: list[Drawn]) -> str:
     """One HTML file with everything inside."""
-    wide = "".join(_figure_html(figure) for figure in figures if figure.wide)
-    narrow = "".join(_figure_html(figure) for figure in figures if not figure.wide)
-    state = "good" if found.followed() else "bad"
+    state = "good" if found.passed() else "bad"
+    sections = "".join(_section_html(found, *table, figures) for table in tables(found))
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -383,9 +321,7 @@ def page(found: Results, figures: list[Drawn]) -> str:
 <h1>Checkpointing a mixture of experts</h1>
 <p class="lead">{_lead_html(found)}</p>
 <ul class="verdict {state}">{"".join(f"<li>{html.escape(sentence)}</li>" for sentence in verdict(found))}</ul>
-{_table_html(found)}
-{wide}
-<div class="pair">{narrow}</div>
+{sections}
 <h2>How it was measured</h2>
 {_notes_html(found)}
 </main>
@@ -394,27 +330,46 @@ def page(found: Results, figures: list[Drawn]) -> str:
 """
 
 
+def _section_html(found: Results, framework: str, ways: list[Any], rows: list[Row], figures: list[Drawn]) -> str:
+    mine = [figure for figure in figures if figure.name.startswith("jax_") == (framework == "JAX")]
+    wide = "".join(_figure_html(figure) for figure in mine if figure.wide)
+    narrow = "".join(_figure_html(figure) for figure in mine if not figure.wide)
+    lead = in_jax.lead(found) if framework == "JAX" else _torch_lead(found)
+    return (
+        f'<h2>{framework}</h2><p class="lead">{html.escape(lead)}</p>{_table_html(ways, rows)}{wide}'
+        f'<div class="pair">{narrow}</div>'
+    )
+
+
 def _lead_html(found: Results) -> str:
     options = found.options
     return html.escape(
-        f"A language model with {options['layers']} layers of {options['experts']} experts was trained for "
-        f"{options['steps']} steps on the source text of the Python standard library: without activation "
-        "checkpointing, and in the other ways, each from the same weights, with the same text and the same random "
-        "numbers. Its router balances the load as DeepSeek-V3's does, by a bias for each expert that every forward "
-        f"moves, under {options['precision']} autocast. Checkpointing runs a layer again in backward. If its router "
-        "runs again too, it finds other biases, sends some tokens to other experts, and moves the biases once more. "
-        "So the run without checkpointing is the oracle, and every other one is judged by how far it leaves it."
+        f"A language model with {options['layers']} layers of {options['experts']} experts was trained on the source "
+        "text of the Python standard library: without activation checkpointing, and in other ways, each from the same "
+        "weights, with the same text and the same random numbers. Its router balances the load as DeepSeek-V3's does, "
+        "by a bias for each expert that moves with every step. Checkpointing runs a layer again in backward. If its "
+        "router runs again too, it may send tokens to other experts than the forward did, and the gradient is then "
+        "that of another function. Ours hands the recompute the routing that the forward chose."
     )
 
 
-def _table_html(found: Results) -> str:
+def _torch_lead(found: Results) -> str:
+    return (
+        f"{found.options['steps']} steps each way, under {found.options['precision']} autocast. The biases are buffers "
+        "that every forward moves. A router that runs again finds other biases, sends some tokens to other experts, "
+        "and moves the biases once more. The run without checkpointing is the oracle, and every other one is judged by "
+        "how far it leaves it."
+    )
+
+
+def _table_html(ways: list[Any], rows: list[Row]) -> str:
     key = '<span class="key" style="background:{}"></span>'
     heads = "".join(
-        f'<th scope="col">{key.format(COLORS[way.name])}{html.escape(TITLES[way.name])}</th>' for way in found.ways
+        f'<th scope="col">{key.format(COLORS[way.name])}{html.escape(TITLES[way.name])}</th>' for way in ways
     )
     lines = []
-    for row in rows(found):
-        cells = "".join(f"<td{_mark(row.cell(way))}>{html.escape(row.cell(way))}</td>" for way in found.ways)
+    for row in rows:
+        cells = "".join(f"<td{_mark(row.cell(way))}>{html.escape(row.cell(way))}</td>" for way in ways)
         lines.append(f'<tr><th scope="row">{html.escape(row.name)}</th>{cells}</tr>')
     body = "\n".join(lines)
     return f'<div class="scroll"><table><thead><tr><td></td>{heads}</tr></thead><tbody>{body}</tbody></table></div>'
@@ -435,29 +390,37 @@ def _figure_html(figure: Drawn) -> str:
 
 def _notes_html(found: Results) -> str:
     options, machine, text = found.options, found.machine, found.text
+    frameworks = [f"{name} {machine[name]}" for name in ("torch", "jax") if name in machine]
     notes = [
-        "All ways run in one process and take turns within each step, another one first each time, so that their "
-        "step times are compared in pairs. The first three steps are left out of the times.",
+        "All ways run in one process and take turns within each step, another one first each time, so that their step "
+        "times are compared in pairs. The first three steps are left out of the times.",
         "Every way has its own weights, optimizer and random-number state. Dropout "
-        f"({options['dropout']:g}) draws the same masks in all of them.",
+        f"({options['dropout']:g}) draws the same masks in all ways of a framework.",
         "The first step starts from the same numbers in all ways, so its gradient shows the error by itself. After "
         "that training drives any two runs apart that differ at all: the deviations say that they did, not how much "
         "worse one is.",
-        "Bytes are counted by noting the storage of every tensor made while a layer runs, and asking after the "
-        "forward which of them are still alive. A checkpointed layer keeps its input, which is the output of the "
-        "layer before. verify also keeps a copy of the output until the audit.",
-        "Experts take a fixed number of tokens and drop the rest, so that every shape is static. In a model whose "
-        "shapes follow the routing, torch's recompute can stop with an error instead.",
+        *(_torch_notes(found) if found.ways else []),
+        *(in_jax.notes(found) if found.jax else []),
         f"Text: {text['bytes']:,} bytes from {text['files']} files, SHA-256 {text['sha256'][:16]}…; a token is a "
         "byte; the last 5 % are held out.",
         f"Model: {found.parameters:,} parameters, width {options['dim']}, {options['top_k']} of {options['experts']} "
         f"experts for each token, bias rate {options['bias_rate']:g}. Batches of {options['batch']} times "
         f"{options['length']} bytes. AdamW, learning rate {options['learning_rate']:g}, seed {options['seed']}.",
-        f"Run with Python {machine['python']}, torch {machine['torch']}, roundpipe-recompute {machine['roundpipe']}, "
-        f"{machine['threads']} compute thread{'s' * (machine['threads'] > 1)}, {machine['system']} "
-        f"({machine['vector_instructions']}).",
+        f"Run with Python {machine['python']}, {', '.join(frameworks)}, roundpipe-recompute {machine['roundpipe']}, "
+        f"{machine['threads']} compute thread{'s' * (machine['threads'] > 1)}, {machine['system']}"
+        + (f" ({machine['vector_instructions']})." if "vector_instructions" in machine else "."),
     ]
     return f"<ul>{''.join(f'<li>{html.escape(note)}</li>' for note in notes)}</ul>"
+
+
+def _torch_notes(found: Results) -> list[str]:
+    return [
+        "PyTorch: bytes are counted by noting the storage of every tensor made while a layer runs, and asking after "
+        "the forward which of them are still alive. A checkpointed layer keeps its input, which is the output of the "
+        "layer before. verify also keeps a copy of the output until the audit.",
+        "PyTorch: experts take a fixed number of tokens and drop the rest, so that every shape is static. In a model "
+        "whose shapes follow the routing, torch's recompute can stop with an error instead.",
+    ]
 
 
 _STYLE = """

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import platform
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
-import torch
-from _moe_text import Text
-from _moe_training import ORACLE, Trainee
-
-import roundpipe_core
+import numpy as np
 
 
 @dataclass
 class Way:
-    """One way of training. Differences are to the oracle, largest over all steps or entries."""
+    """One way of training in PyTorch. Differences are to the oracle, largest over all steps or entries."""
 
     name: str
     losses: list[float]
@@ -41,10 +35,65 @@ class Way:
 
 
 @dataclass
-class Results:
-    """All of it; `as_json` is what the file holds."""
+class JaxWay:
+    """One way of training in JAX. Differences are to the oracle, largest over all steps, unless told otherwise."""
 
-    ways: list[Way]
+    name: str
+    losses: list[float]
+    final_loss: float  # mean over the last tenth of the steps
+    held_out_loss: float
+    loss_difference: float
+    gradient_error: float  # of the first step, |g - oracle's g| / |oracle's g| over all parameters
+    pinned_error: float  # the same, to jax.checkpoint with the forward's plans as inputs
+    pinned_errors: dict[str, float]  # the same for each part of the model
+    decisions: float | None  # times that the compiled step runs a router, for each layer
+    flipped: list[list[int]] | None  # for each step and layer, tokens that went elsewhere in backward
+    flipped_tokens: float | None  # mean, for each layer and step
+    flipped_steps: float | None  # share of the steps with at least one
+    bytes_saved: int  # the routing plan, for each layer; 0 where none is kept for the recompute
+    seconds: float  # median of a step
+    time_ratio: float  # median of the ratios to the oracle's same step
+
+
+@dataclass
+class JaxResults:
+    """What the training in JAX has shown."""
+
+    ways: list[JaxWay]
+    start_loss: float  # of the initial weights on held-out text
+    probe_is_harmless: bool | None  # the first gradient of jax.checkpoint is the same numbers without the probe
+    seconds: float  # all of it
+    compile_seconds: float
+    parameters: int
+
+    def kept_the_routing(self) -> bool:
+        """Whether ours routed every token in backward as in forward, and has the gradient of that, bit for bit."""
+        ours = self.way("ours")
+        return ours is None or (ours.flipped_tokens == 0 and ours.pinned_error == 0)
+
+    def way(self, name: str) -> JaxWay | None:
+        """The way of this name, if it was run."""
+        return next((way for way in self.ways if way.name == name), None)
+
+
+@dataclass
+class Twins:
+    """The oracles of both frameworks, over the steps that both have made."""
+
+    steps: int
+    start_losses: tuple[float, float]  # PyTorch's and JAX's, of the initial weights on held-out text
+    final_losses: tuple[float, float]  # mean over the last tenth of these steps
+    loss_difference: float  # mean over these steps of the absolute difference
+    smoothed_difference: float  # largest difference of the running means over ten steps
+
+
+@dataclass
+class Results:
+    """All of it; `as_json` is what the file holds. Without a framework, its part is empty."""
+
+    ways: list[Way]  # of PyTorch
+    start_loss: float | None  # of the initial weights on held-out text, in PyTorch
+    jax: JaxResults | None
     options: dict[str, Any]
     text: dict[str, Any]
     machine: dict[str, Any]
@@ -52,91 +101,42 @@ class Results:
     parameters: int
 
     def followed(self) -> bool:
-        """Whether ours is the oracle, bit for bit."""
+        """Whether ours is the oracle, bit for bit, in PyTorch."""
         return all(way.bitwise for way in self.ways if way.name in ("ours", "verify"))
 
+    def passed(self) -> bool:
+        """Whether ours did what it is for, in both frameworks."""
+        return self.followed() and (self.jax is None or self.jax.kept_the_routing())
+
     def way(self, name: str) -> Way | None:
-        """The way of this name, if it was run."""
+        """PyTorch's way of this name, if it was run."""
         return next((way for way in self.ways if way.name == name), None)
 
+    def twins(self) -> Twins | None:
+        """How closely the frameworks follow each other, if both were run."""
+        if not self.ways or self.jax is None or self.start_loss is None:
+            return None
+        steps = min(len(self.ways[0].losses), len(self.jax.ways[0].losses))
+        one, two = np.array(self.ways[0].losses[:steps]), np.array(self.jax.ways[0].losses[:steps])
+        window = np.ones(min(10, steps)) / min(10, steps)
+        return Twins(
+            steps,
+            (self.start_loss, self.jax.start_loss),
+            (last_tenth(one.tolist()), last_tenth(two.tolist())),
+            float(np.abs(one - two).mean()),
+            float(np.abs(np.convolve(one - two, window, "valid")).max()),
+        )
+
     def as_json(self) -> dict[str, Any]:
-        return {"ours_followed_the_oracle": self.followed(), **asdict(self)}
+        twins = self.twins()
+        return {
+            "ours_followed_the_oracle": self.followed() if self.ways else None,
+            "ours_kept_the_routing_in_jax": self.jax.kept_the_routing() if self.jax else None,
+            "frameworks_compared": asdict(twins) if twins else None,
+            **asdict(self),
+        }
 
 
-def results(trained: list[Trainee], text: Text, options: dict[str, Any]) -> Results:
-    """Compare each trainee with the oracle among them."""
-    oracle = next(trainee for trainee in trained if trainee.way == ORACLE)
-    tokens = options["batch"] * options["length"]
-    return Results(
-        ways=[_way(trainee, oracle, tokens) for trainee in trained],
-        options={name: str(value) if isinstance(value, Path) else value for name, value in options.items()},
-        text={"files": text.files, "bytes": len(text), "sha256": text.digest},
-        machine={
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "roundpipe": roundpipe_core.__version__,
-            "system": f"{platform.system()} {platform.machine()}",
-            "vector_instructions": torch.backends.cpu.get_cpu_capability(),
-            "threads": torch.get_num_threads(),
-        },
-        tokens=tokens,
-        parameters=sum(parameter.numel() for parameter in oracle.model.parameters()),
-    )
-
-
-def _way(trainee: Trainee, oracle: Trainee, tokens: int) -> Way:
-    steps, layers = trainee.steps, len(trainee.model.blocks)
-    losses = [step.loss for step in steps]
-    loss_differences = [abs(step.loss - its.loss) for step, its in zip(steps, oracle.steps, strict=True)]
-    warm = min(3, len(steps) - 1)
-    ratios = [step.seconds / its.seconds for step, its in zip(steps, oracle.steps, strict=True)][warm:]
-    again = any(step.flipped for step in steps)
-    return Way(
-        name=trainee.way,
-        losses=losses,
-        final_loss=fmean(losses[-max(1, len(losses) // 10) :]),
-        held_out_loss=trainee.held_out_loss,
-        bitwise=_bitwise(trainee, oracle),
-        loss_differences=loss_differences,
-        loss_difference=max(loss_differences),
-        parameter_difference=_largest_difference(trainee, oracle),
-        gradient_error=_gradient_error(trainee, oracle),
-        decisions_forward=fmean(step.decided_forward for step in steps) / layers,
-        decisions_backward=fmean(step.decided_backward for step in steps) / layers,
-        flipped=[sum(step.flipped) / (layers * tokens) for step in steps] if again else None,
-        flipped_tokens=fmean(sum(step.flipped) for step in steps) / layers if again else None,
-        verify_agrees=_verify_agrees(trainee) if trainee.way == "verify" else None,
-        bytes_held=trainee.bytes_held,
-        bytes_saved=max(trainee.bytes_saved) if trainee.way in ("ours", "verify") else 0,
-        seconds=median(step.seconds for step in steps[warm:]),
-        time_ratios=ratios,
-        time_ratio=median(ratios),
-    )
-
-
-def _bitwise(trainee: Trainee, oracle: Trainee) -> bool:
-    mine, its = trainee.model.state_dict(), oracle.model.state_dict()
-    return (
-        [step.loss for step in trainee.steps] == [step.loss for step in oracle.steps]
-        and all(torch.equal(mine[name], its[name]) for name in its)
-        and all(torch.equal(trainee.first_gradient[name], g) for name, g in oracle.first_gradient.items())
-    )
-
-
-def _largest_difference(trainee: Trainee, oracle: Trainee) -> float:
-    mine = trainee.model.state_dict()
-    return max(float((mine[name] - value).abs().max()) for name, value in oracle.model.state_dict().items())
-
-
-def _gradient_error(trainee: Trainee, oracle: Trainee) -> float:
-    wrong = sum(float((trainee.first_gradient[n] - g).square().sum()) for n, g in oracle.first_gradient.items())
-    whole = sum(float(g.square().sum()) for g in oracle.first_gradient.values())
-    return (wrong / whole) ** 0.5
-
-
-def _verify_agrees(trainee: Trainee) -> bool:
-    """The library's own count against the one made by listening to the router."""
-    return all(
-        step.reported == {f"block {layer}": tokens for layer, tokens in enumerate(step.flipped) if tokens}
-        for step in trainee.steps
-    )
+def last_tenth(losses: list[float]) -> float:
+    """Their mean over the last tenth of the steps."""
+    return fmean(losses[-max(1, len(losses) // 10) :])

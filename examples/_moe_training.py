@@ -1,4 +1,4 @@
-"""A step of training in each of the ways, and what is measured on it."""
+"""A step of training in PyTorch in each of the ways, and what is measured on it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from _moe_model import Block, LanguageModel, Plan
+from _moe_settings import DivergedError, Settings
 from _moe_weights import Sizes, initial_weights
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,20 +46,6 @@ WAYS: dict[str, Callable[[Block, str], Callable[[Tensor], Tensor]]] = {
     "ours": _ours,
     "verify": _verified,
 }
-ORACLE = "none"
-
-
-class DivergedError(Exception):
-    """The loss is no number any more; nothing can be compared from here on."""
-
-
-class Settings(NamedTuple):
-    """How to train."""
-
-    steps: int
-    learning_rate: float
-    precision: torch.dtype
-    seed: int
 
 
 @dataclass
@@ -100,7 +87,14 @@ def trainees(ways: list[str], sizes: Sizes, settings: Settings) -> list[Trainee]
 def _trainee(way: str, sizes: Sizes, settings: Settings, weights: dict[str, np.ndarray], random: Tensor) -> Trainee:
     model = LanguageModel(sizes, WAYS[way])
     model.load(weights)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.epsilon,
+        weight_decay=settings.decay,
+        fused=True,
+    )
     return Trainee(way, model, optimizer, random)
 
 
@@ -109,9 +103,8 @@ def train_step(trainee: Trainee, batch_BL: np.ndarray, settings: Settings) -> St
     model, optimizer = trainee.model, trainee.optimizer
     tokens = torch.from_numpy(batch_BL)
     first = not trainee.steps
-    rate = settings.learning_rate * min(1.0, (len(trainee.steps) + 1) / min(20, settings.steps))
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = settings.rate(len(trainee.steps))
 
     with _random_numbers_of(trainee), _verify_warnings() as warned:
         start = time.perf_counter()
@@ -152,15 +145,14 @@ def evaluate(trainee: Trainee, batches_BL: list[np.ndarray], settings: Settings)
     with _autocast(settings):
         losses = [trainee.model(tokens[:, :-1], tokens[:, 1:]).item() for tokens in map(torch.from_numpy, batches_BL)]
     trainee.model.train()
-    trainee.held_out_loss = sum(losses) / len(losses)
-    return trainee.held_out_loss
+    return sum(losses) / len(losses)
 
 
 # What surrounds a step
 
 
 def _autocast(settings: Settings) -> torch.autocast:
-    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=settings.precision is torch.bfloat16)
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=settings.precision == "bfloat16")
 
 
 @contextmanager

@@ -1,64 +1,71 @@
 #!/usr/bin/env python3
-"""Train a small mixture-of-experts language model four ways, and see which of them train the same model.
+"""Train a small mixture-of-experts language model in several ways, and see which of them train the same model.
 
     none     without checkpointing: the oracle
     torch    torch.utils.checkpoint
-    ours     roundpipe_torch.remat: the recompute takes the routing that the forward saved
-    verify   the same with verify="warn", which also says what a plain recompute would have routed otherwise
+    jax      jax.checkpoint
+    ours     remat of roundpipe_torch and roundpipe_jax: the recompute takes the routing that the forward saved
+    verify   the same in PyTorch with verify="warn", which also says what a plain recompute would have routed otherwise
 
-All start from the same weights, see the same text and draw the same random numbers. Prints a table and writes a report.
+All start from the same weights, see the same text and, in a framework, draw the same random numbers. Prints a table
+for each framework and writes a report.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import platform
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import _moe_report as report
-import torch
-from _moe_results import results
+from _moe_results import Results
+from _moe_settings import ORACLE, WAYS, DivergedError, Settings
 from _moe_text import VOCABULARY, Text, batches, read_text
-from _moe_training import ORACLE, WAYS, DivergedError, Settings, Trainee, evaluate, train_step, trainees
 from _moe_weights import Sizes
 from rich.console import Console
 from tqdm import tqdm
 
+import roundpipe_core
+
+if TYPE_CHECKING:  # a framework is imported only if it is used
+    from _moe_jax_training import Training
+    from _moe_training import Trainee
+
 EVALUATED = 8  # batches of held-out text
+FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. 0: ours followed the oracle bit for bit; 1: it did not; 2: a wrong option."""
+    """Run the command line. 0: ours did as it should; 1: it did not; 2: a wrong option."""
     parser = command_line()
     options = parser.parse_args(arguments)
     check(parser, options)
-    torch.set_num_threads(options.threads)
-    if options.precision == "bfloat16" and not _bfloat16_is_fast():
-        print("This CPU computes bfloat16 slowly; --precision float32 is faster here.", file=sys.stderr)
 
     text = read_text()
     if min(len(text.train), len(text.held_out)) <= options.length + 1:
         parser.error(f"the standard library's sources ({len(text)} bytes) are too short for --length {options.length}")
     try:
-        trained = train(text, options)
+        found = train(text, options)
     except KeyboardInterrupt:
         print("\nStopped. Nothing was written.", file=sys.stderr)
         return 130
     except DivergedError as error:
         parser.error(f"{error}; try a smaller --learning-rate than {options.learning_rate:g}")
-    found = results(trained, text, vars(options))
     console = Console(width=None if sys.stdout.isatty() else 120)
-    report.print_table(found, console)
+    report.print_tables(found, console)
     for path in report.write(found, options.out):
         console.print(f"  {path}", style="dim", highlight=False, soft_wrap=True)
-    return 0 if found.followed() else 1
+    return 0 if found.passed() else 1
 
 
-def train(text: Text, options: argparse.Namespace) -> list[Trainee]:
-    """Train in all ways, in turn within each step, so that their times can be compared in pairs."""
+def train(text: Text, options: argparse.Namespace) -> Results:
+    """Train in the frameworks, one after the other."""
     sizes = Sizes(
         layers=options.layers,
         D=options.dim,
@@ -70,30 +77,104 @@ def train(text: Text, options: argparse.Namespace) -> list[Trainee]:
         dropout=options.dropout,
         bias_rate=options.bias_rate,
     )
-    settings = Settings(options.steps, options.learning_rate, getattr(torch, options.precision), options.seed)
-    trained = trainees(options.ways, sizes, settings)
-    shape = options.batch, options.length
-    data = batches(text.train, *shape, count=options.steps, seed=options.seed)
-    for n, batch in enumerate(progress(data, options.steps)):
-        first = n % len(trained)
-        for trainee in trained[first:] + trained[:first]:  # nobody is always first, or always after the slowest
-            train_step(trainee, batch, settings)
-    held_out = list(batches(text.held_out, *shape, count=EVALUATED, seed=options.seed))
+    settings = Settings(options.steps, options.learning_rate, options.precision, options.seed)
+    held_out = list(batches(text.held_out, options.batch, options.length, count=EVALUATED, seed=options.seed))
+    found = Results(
+        ways=[],
+        start_loss=None,
+        jax=None,
+        options={name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
+        text={"files": text.files, "bytes": len(text), "sha256": text.digest},
+        machine={
+            "python": platform.python_version(),
+            "roundpipe": roundpipe_core.__version__,
+            "system": f"{platform.system()} {platform.machine()}",
+            "threads": options.threads,
+        },
+        tokens=options.batch * options.length,
+        parameters=0,
+    )
+    if "torch" in options.frameworks:
+        from _moe_torch_results import torch_machine, torch_ways
+
+        trained, found.start_loss = train_in_torch(text, held_out, sizes, settings, options)
+        found.ways = torch_ways(trained, found.tokens)
+        found.machine |= torch_machine()
+        found.parameters = sum(parameter.numel() for parameter in trained[0].model.parameters())
+    if "jax" in options.frameworks:
+        shared = train_in_jax(text, held_out, sizes, settings, options)
+        import jax
+        from _moe_jax_results import jax_results
+
+        found.jax = jax_results(shared)
+        found.machine["jax"] = jax.__version__
+        found.parameters = found.jax.parameters
+    return found
+
+
+def train_in_torch(
+    text: Text, held_out: list[Any], sizes: Sizes, settings: Settings, options: argparse.Namespace
+) -> tuple[list[Trainee], float]:
+    """All ways, trained, and the loss before that."""
+    import _moe_training as in_torch
+    import torch
+
+    torch.set_num_threads(options.threads)
+    if options.precision == "bfloat16" and not _bfloat16_is_fast():
+        print("This CPU computes bfloat16 slowly; --precision float32 is faster here.", file=sys.stderr)
+    trained = in_torch.trainees([way for way in options.ways if way in in_torch.WAYS], sizes, settings)
+    start_loss = in_torch.evaluate(trained[0], held_out, settings)
+    data = batches(text.train, options.batch, options.length, count=options.steps, seed=options.seed)
+    for n, batch in enumerate(progress(data, options.steps, "training in PyTorch")):
+        for trainee in in_turn(trained, n):
+            in_torch.train_step(trainee, batch, settings)
     for trainee in trained:
-        evaluate(trainee, held_out, settings)
-    return trained
+        trainee.held_out_loss = in_torch.evaluate(trainee, held_out, settings)
+    return trained, start_loss
 
 
-def progress(data: Iterator[Any], total: int) -> Iterator[Any]:
+def train_in_jax(
+    text: Text, held_out: list[Any], sizes: Sizes, settings: Settings, options: argparse.Namespace
+) -> Training:
+    """All ways, trained."""
+    if "jax" not in sys.modules:  # read only once, by the import
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        if options.threads == 1:
+            os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
+    import _moe_jax as model
+    import _moe_jax_training as in_jax
+
+    print("JAX: compiling", file=sys.stderr, flush=True)
+    start = time.perf_counter()
+    shared = in_jax.training([way for way in options.ways if way in model.WAYS], sizes, settings, options.batch)
+    shared.start_loss = in_jax.evaluate(shared, shared.trainees[0], held_out)
+    steps = min(options.steps, options.jax_steps)
+    data = batches(text.train, options.batch, options.length, count=steps, seed=options.seed)
+    for n, batch in enumerate(progress(data, steps, "training in JAX")):
+        for trainee in in_turn(shared.trainees, n):
+            in_jax.train_step(shared, trainee, batch)
+    for trainee in shared.trainees:
+        trainee.held_out_loss = in_jax.evaluate(shared, trainee, held_out)
+    shared.seconds = time.perf_counter() - start
+    return shared
+
+
+def in_turn(trainees: list[Any], step: int) -> list[Any]:
+    """Nobody is always first, or always after the slowest: their times are compared in pairs."""
+    first = step % len(trainees)
+    return trainees[first:] + trainees[:first]
+
+
+def progress(data: Iterator[Any], total: int, what: str) -> Iterator[Any]:
     """A progress bar on a terminal; elsewhere (a log, a pipe) a line every tenth of the way."""
-    bar = tqdm(data, desc="training", total=total, unit="step", disable=None, dynamic_ncols=True)
+    bar = tqdm(data, desc=what, total=total, unit="step", disable=None, dynamic_ncols=True)
     if not bar.disable:
         yield from bar
         return
     for n, batch in enumerate(data, 1):
         yield batch
         if n % max(1, total // 10) == 0 or n == total:
-            print(f"training: {n} of {total} steps", file=sys.stderr, flush=True)
+            print(f"{what}: {n} of {total} steps", file=sys.stderr, flush=True)
 
 
 # The command line
@@ -103,7 +184,8 @@ def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Exit status: 0 if ours followed the oracle bit for bit, 1 if not, 2 for a wrong option.",
+        epilog="Exit status: 0 if ours followed the oracle bit for bit in PyTorch, and in JAX kept the experts of "
+        "every token and had the gradient of pinned routing bit for bit; 1 if not; 2 for a wrong option.",
     )
     say = parser.add_argument_group("what to train").add_argument
     say(
@@ -112,6 +194,13 @@ def command_line() -> argparse.ArgumentParser:
         default=280,
         metavar="N",
         help="training steps for each way (default: %(default)s)",
+    )
+    say(
+        "--jax-steps",
+        type=whole(1),
+        default=40,
+        metavar="N",
+        help="at most so many of them in JAX, which also has to compile (default: %(default)s)",
     )
     say("--layers", type=whole(1), default=4, metavar="N", help="blocks (default: %(default)s)")
     say("--dim", type=whole(1), default=96, metavar="N", help="width of a token (default: %(default)s)")
@@ -143,11 +232,19 @@ def command_line() -> argparse.ArgumentParser:
     )
     say = parser.add_argument_group("how").add_argument
     say(
+        "--frameworks",
+        type=frameworks,
+        default=None,
+        metavar="A,B",
+        help=f"of {','.join(FRAMEWORKS)} (default: those that are installed)",
+    )
+    say(
         "--ways",
         type=ways,
         default=list(WAYS),
         metavar="A,B,...",
-        help=f"of {','.join(WAYS)} (default: all); {ORACLE} is always run, since the others are compared with it",
+        help=f"of {','.join(WAYS)} (default: all, each where it exists); {ORACLE} is always run, since the others are "
+        "compared with it",
     )
     say(
         "--precision",
@@ -181,6 +278,16 @@ def command_line() -> argparse.ArgumentParser:
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """What no single option can tell."""
+    installed = [name for name in FRAMEWORKS if find_spec(name)]
+    for name in options.frameworks or []:
+        if name not in installed:
+            parser.error(f"--frameworks {name}: {missing(name)}")
+    if not installed:
+        parser.error("neither PyTorch nor JAX is installed: pip install 'roundpipe-recompute[all]'")
+    if options.frameworks is None:
+        options.frameworks = installed
+        for name in FRAMEWORKS.keys() - set(installed):
+            print(f"{missing(name)}. Its part is left out.", file=sys.stderr)
     if options.top_k > options.experts:
         parser.error(f"--top-k {options.top_k} is more than --experts {options.experts}")
     if options.dim % options.heads:
@@ -234,7 +341,24 @@ def ways(text: str) -> list[str]:
     return [name for name in WAYS if name in {ORACLE, *named}]
 
 
+def frameworks(text: str) -> list[str]:
+    """Names of frameworks, in the order of the report."""
+    named = [name.strip() for name in text.split(",") if name.strip()]
+    for name in named:
+        if name not in FRAMEWORKS:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(FRAMEWORKS)}")
+    if not named:
+        raise argparse.ArgumentTypeError(f"name at least one of {', '.join(FRAMEWORKS)}")
+    return [name for name in FRAMEWORKS if name in named]
+
+
+def missing(name: str) -> str:
+    return f"{FRAMEWORKS[name]} is not installed: pip install 'roundpipe-recompute[{name}]'"
+
+
 def _bfloat16_is_fast() -> bool:
+    import torch
+
     try:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     except (AttributeError, RuntimeError):  # a build without oneDNN

@@ -25,7 +25,7 @@ from roundpipe_core._slots import Slot, label_of
 
 from . import _arguments
 from ._explain import note
-from ._jax import is_float, is_tracer
+from ._jax import is_float, is_remat3, is_tracer
 from ._packing import Held, Split, Template, split
 from ._policies import check_matches, with_tags
 from ._regions import CheckpointLane, ResidualLane
@@ -82,21 +82,19 @@ class Layer(NamedTuple):
         args, kwargs = _arguments.without_static(*self.arguments.join(arrays))
         return self.fun()(*args, **kwargs)
 
-    def forward(
-        self, arrays: Sequence[Any], slot: Slot, fresh: bool, tags: bool = False, cut: bool = False
-    ) -> tuple[Any, JaxRun]:
+    def forward(self, arrays: Sequence[Any], slot: Slot, *, fresh: bool, **options: bool) -> tuple[Any, JaxRun]:
         """The value of the forward, and the run it was."""
-        run = JaxRun(Phase.FORWARD, slot, fresh=fresh, tags=tags, cut=cut)
+        run = JaxRun(Phase.FORWARD, slot, fresh=fresh, **options)
         return execute(run, lambda: self.apply(arrays)), run
 
     def forward_program(self, *arrays: Any) -> tuple[list[Any], list[Any], Held]:
         """To be traced: outputs, saved arrays, `Forward`."""
-        slot = Slot(self.label)
+        slot, names = Slot(self.label), not is_remat3()  # which cannot name under vmap
         try:
-            value, run = self.forward(arrays, slot, fresh=False)
+            value, run = self.forward(arrays, slot, fresh=False, names=names)
         except NeedsFreshTraces:
             slot = Slot(self.label)
-            value, run = self.forward(arrays, slot, fresh=True)
+            value, run = self.forward(arrays, slot, fresh=True, names=names)
         outputs, shape = split(value)
         saved: list[Any] = []
         template = Template(slot, saved)
@@ -154,7 +152,7 @@ class Call:
             return self._outermost(slot)
         if outer.tags:
             return self._tagged()
-        run = JaxRun(phase, slot, home=outer.home, fresh=outer.fresh, cut=outer.cut)
+        run = JaxRun(phase, slot, home=outer.home, fresh=outer.fresh, cut=outer.cut, names=outer.names)
         value = execute(run, lambda: self.layer.apply(self.arrays))
         outer.asked = outer.asked or run.asked
         return value
@@ -206,6 +204,7 @@ class Call:
         found: Forward = program.out[2].value
         if not found.asked and found.template.empty and self.options.verify == "off":
             return self._plain(program, found)
+        program = self._led(program, found)
         run = program.run
         if program.cached:  # one operation a layer, lowered once for all of them
             run = found.made.get("run") or found.made.setdefault("run", jax.jit(_named(program.run, self.fun)))
@@ -301,11 +300,16 @@ class Call:
                 )
             ) from error
         found: Forward = program.out[1].value
-        led = found.made.get("led")
-        if led is None:
-            led = Program(lead_through_tags(program.jaxpr, label_of(self.label)), program.out)
-            found.made["led"] = led
+        led = self._led(program, found)
         return found.shape.join(self._checkpointed(program, found, led, with_tags(self.options.policy)))
+
+    def _led(self, program: Program, found: Forward) -> Program:
+        """The program in which every use of a saved value reads its name."""
+        led: Program | None = found.made.get("led")
+        if led is None:
+            led = program._replace(jaxpr=lead_through_tags(program.jaxpr, label_of(self.label)))
+            found.made["led"] = led
+        return led
 
     def _checkpointed(self, program: Program, found: Forward, led: Program, policy: Any) -> list[Any]:
         check_matches(self.options.policy, program.jaxpr, label_of(self.label))

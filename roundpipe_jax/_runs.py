@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from roundpipe_core._backend import expand
@@ -58,7 +59,7 @@ class NeedsTangents(BaseException):
 class JaxRun(Run):
     """One execution of a region's Python code in JAX."""
 
-    __slots__ = ("asked", "cut", "fresh", "home", "tags")
+    __slots__ = ("asked", "cut", "fresh", "home", "names", "tags")
 
     def __init__(
         self,
@@ -69,12 +70,14 @@ class JaxRun(Run):
         fresh: bool = False,
         tags: bool = False,
         cut: bool = False,
+        names: bool = False,
     ) -> None:
         super().__init__(phase, slot)
         self.home = trace_state() if home is None else home
         self.fresh = fresh or tags
         self.tags = tags
-        self.cut = cut
+        self.cut = cut  # no tangents in this forward
+        self.names = names  # saved values are named in the program, for a checkpoint around this region
         self.asked = False  # whether the layer knows its phase: then its phases may differ
 
     def consulted(self) -> None:
@@ -125,7 +128,7 @@ class JaxRun(Run):
         for n in tracers:
             if place is not None and is_float(leaves[n]):
                 leaves[n] = _probe(_Fault(self.slot, key, spec, n, place), leaves[n])
-            if self.tags:
+            if self.tags or self.names:
                 leaves[n] = named(leaves[n], SAVED)
         return unflatten(spec, iter(leaves))
 
@@ -160,7 +163,7 @@ def stop_gradients(values: T) -> T:
 
 def _stopped(leaf: Any) -> Any:
     if is_tracer(leaf) and is_float(leaf):
-        return jax.lax.stop_gradient(leaf)
+        return jnp.asarray(jax.lax.stop_gradient(leaf))  # behind a tracer may be a Python float
     return leaf
 
 

@@ -145,10 +145,10 @@ class _Rewriter:
                 continue
             chain, var = [eqn], eqn.invars[0]
             while (before := made_by.get(var)) is not None and _passes_through(before):
+                if isinstance(before.invars[0], Literal):
+                    break  # a constant: what it passes through is where it is made
                 if name_of(before) != SAVED:
                     chain.insert(0, before)
-                if isinstance(before.invars[0], Literal):
-                    break
                 var = before.invars[0]
             known = roots.setdefault(var, [])
             known += [step for step in chain if not any(step is other for other in known)]

@@ -168,8 +168,8 @@ def _run_untracked(
 ) -> Any:
     """A region without a graph of its own inside one that will be recomputed (R8)."""
     generators = Generators(generators_of(function, (*args, *kwargs.values()))) if options.preserve_rng_state else None
-    run = TorchRun(phase, slot, None, generators)
     outer = thread.run
+    run = TorchRun(phase, slot, None, generators, outer)
     thread.run = run
     try:
         with contextlib.nullcontext() if options.contexts is None else options.contexts[phase is Phase.RECOMPUTE]:
@@ -296,7 +296,8 @@ class _PhaseContext:
         if not self._recompute:
             phase, self._shared.slot = open_slot(self._shared.label)
         self._outer.append(thread.run)
-        thread.run = TorchRun(phase, self._shared.slot, None, None)
+        outer = None if self._recompute else thread.run
+        thread.run = TorchRun(phase, self._shared.slot, None, None, outer)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -18,6 +18,7 @@ __all__ = [
     "CheckpointMismatchError",
     "context_swallowed",
     "drawn_in_a_crowd",
+    "drawn_in_another_layout",
     "input_changed",
     "no_partner",
     "other_node",
@@ -104,6 +105,18 @@ def drawn_in_a_crowd(layer: str) -> CheckpointMismatchError:
             [],
             "draw with recompute_once(...) or save the mask, run the threads one after the other, or pass "
             "preserve_rng_state=False if the draws need not repeat.",
+        )
+    )
+
+
+def drawn_in_another_layout(layer: str, what: str) -> CheckpointMismatchError:
+    """Draws into a tensor whose memory is ordered otherwise than in the forward (R7)."""
+    return CheckpointMismatchError(
+        message(
+            f"layer {layer!r}: the recompute has a tensor with other strides than the forward, and draws random "
+            "numbers. They are drawn in the order of memory, so they would meet other elements.",
+            [("tensor", what)],
+            "give both branches of the decision the same layout, for example by .contiguous() on what they give.",
         )
     )
 

@@ -26,6 +26,7 @@ from roundpipe_core._trees import flatten
 from ._errors import (
     context_swallowed,
     drawn_in_a_crowd,
+    drawn_in_another_layout,
     input_changed,
     no_partner,
     other_node,
@@ -37,7 +38,7 @@ from ._matching import Leaf, Pairs, Trace, match, match_aligned, node_count, nod
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of
 from ._verify import Audit
 
-__all__ = ["Frame", "Options", "TorchRun"]
+__all__ = ["Frame", "Options", "TorchRun", "is_told"]
 
 
 _NO_CONTEXT = contextlib.nullcontext()
@@ -63,12 +64,17 @@ class Options(NamedTuple):
 class TorchRun(Run):
     """A run whose saved tensors are traced and whose random numbers line up."""
 
-    __slots__ = ("generators", "trace")
+    __slots__ = ("_aligned", "_drew", "_outer", "generators", "trace")
 
-    def __init__(self, phase: Phase, slot: Slot, trace: Trace | None, generators: Generators | None) -> None:
+    def __init__(
+        self, phase: Phase, slot: Slot, trace: Trace | None, generators: Generators | None, outer: Run | None = None
+    ) -> None:
         super().__init__(phase, slot)
+        self._outer = outer  # the run that this one is a part of
         self.trace = trace
         self.generators = generators
+        self._aligned: list[torch.Tensor] = []
+        self._drew = False
 
     def consulted(self) -> None:
         if self.trace is not None:
@@ -77,17 +83,30 @@ class TorchRun(Run):
     def told(self) -> None:
         if self.trace is not None:
             self.trace.told()
+        if self._outer is not None:  # what the layer inside does with the answer may show in what it returns
+            self._outer.told()
 
     def state(self) -> list[torch.Tensor] | None:  # R7
         return self.generators.since_start() if self.generators else None
 
     def restore_state(self, state: list[torch.Tensor] | None) -> None:  # R7
         if self.generators and state is not None:
+            self._drew = self.drew()
+            self._aligned = state
             self.generators.set(state)
+
+    def drew(self) -> bool:
+        """Whether this run drew random numbers, other than for a decision."""
+        return self._drew or bool(self.generators and self._aligned and not self.generators.at(self._aligned))
 
     def without_gradient(self, function: Callable[[], Any]) -> Any:
         with torch.no_grad():
             return function()
+
+
+def is_told(run: Run | None) -> bool:
+    """Whether `run` asked for its phase. What it learned may steer the regions inside."""
+    return isinstance(run, TorchRun) and run.trace is not None and run.trace.told_at >= 0
 
 
 class Holder:
@@ -148,16 +167,14 @@ class Frame:
         self._crowded = False
         self.returned = False
         self.stop_at = -1
-        outer = thread.run
-        # What an outer layer learned of its phase may steer this one.
-        self._located = isinstance(outer, TorchRun) and outer.trace is not None and outer.trace.told_at >= 0
+        self._located = is_told(thread.run)
         self.trace = Trace(options.debug, self._located)
 
     def forward(self, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the region for the first time."""
-        run = TorchRun(phase, self.slot, self.trace, self._generators)
-        visit = Visit(self._generators)
         outer = thread.run
+        run = TorchRun(phase, self.slot, self.trace, self._generators, outer)
+        visit = Visit(self._generators)
         outputs: Any = _NOTHING
         try:
             with self._options.context(0), saved_tensors_hooks(self._pack, _unpack):
@@ -206,6 +223,8 @@ class Frame:
             recompute.run(watch)
         if watch is not None and watch.drew:
             raise drawn_in_a_crowd(self.slot.label)
+        if recompute.relaid >= 0 and recompute.drew:
+            raise drawn_in_another_layout(self.slot.label, self.trace.told_of(recompute.relaid))
         return recompute
 
     def fill(self, pairs: Pairs, recompute: Trace) -> None:
@@ -215,6 +234,8 @@ class Frame:
             if holder is not None and partner is not None:
                 holder.value, holder.version = partner.value, partner.version
                 holder.fault = self._leaf_fault(ours, recompute.leaves.get(theirs), partner.value)
+                if self.trace.layouts.get(ours) != recompute.layouts.get(theirs):
+                    partner.recompute.relaid = ours
 
     def guess(self, guesses: Pairs, recompute: Trace, outputs: Any) -> None:
         """As `fill`, for pairs that hold only if the same kind of node saved both."""
@@ -273,12 +294,14 @@ class Frame:
 class _Recompute:
     """One run of a frame's region during backward."""
 
-    __slots__ = ("_asked", "_stop_offset", "_stop_segment", "_tried", "done", "frame", "trace")
+    __slots__ = ("_asked", "_stop_offset", "_stop_segment", "_tried", "done", "drew", "frame", "relaid", "trace")
 
     def __init__(self, frame: Frame, asked: Holder) -> None:
         self.frame = frame
         self._asked = asked  # the holder that backward waits for
         self._tried = -1
+        self.relaid = -1  # a pack of the forward that the recompute has with other strides
+        self.drew = False  # random numbers, after the last decision; known where `relaid` is
         self.trace = Trace(frame._options.debug, frame._located)
         self.done = False
         self._stop_segment = self._stop_offset = -1
@@ -300,8 +323,7 @@ class _Recompute:
         try:
             with torch.enable_grad(), frame._ambient.restored():
                 audit = frame._audit(args, kwargs)
-                if generators:
-                    generators.set(generators.start)
+                run.restore_state(generators.start if generators else None)
                 with options.context(1), saved_tensors_hooks(self._pack, _unpack_recomputed), watch or _NO_CONTEXT:
                     thread.run = run
                     try:
@@ -316,6 +338,7 @@ class _Recompute:
                 raise
         finally:
             crowded = visit.end()
+            self.drew = self.relaid >= 0 and run.drew()
             if generators:
                 generators.set(kept)
             if around is not None:  # the nodes of this recompute, and of one around it, are not its own

@@ -26,7 +26,17 @@ import torch
 node_count: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """Autograd nodes that this thread has made."""
 
-__all__ = ["Pairs", "Saved", "Trace", "match", "match_aligned", "node_count", "node_names", "region_codes"]
+__all__ = [
+    "Pairs",
+    "Saved",
+    "Trace",
+    "match",
+    "match_aligned",
+    "node_count",
+    "node_names",
+    "other_layout",
+    "region_codes",
+]
 
 Pairs = dict[int, int]
 """Index of a forward pack to the index of the recompute's pack that stands for it."""
@@ -60,7 +70,10 @@ class Leaf(NamedTuple):
 class Trace:
     """The packs of one run, and where its segments begin."""
 
-    __slots__ = ("base", "begun", "leaves", "live", "makers", "numbers", "packs", "places", "refs", "starts", "told_at")
+    __slots__ = (
+        "__weakref__", "base", "begun", "layouts", "leaves", "live", "makers", "numbers", "packs", "places", "refs",
+        "starts", "told_at",
+    )  # fmt: skip
 
     def __init__(self, debug: bool, locating: bool) -> None:
         self.refs: list[Any] = []  # weak references to the holders
@@ -70,6 +83,7 @@ class Trace:
         self.told_at = 0 if locating else -1  # nodes made before the layer learned its phase; -1: it does not know
         self.numbers: list[int] = []  # of the node that saves each pack
         self.makers: list[tuple[str, int] | None] = []  # name and place of the node that made each pack, once told
+        self.layouts: dict[int, tuple[int, ...]] = {}  # strides of each pack, once told
         self.leaves: dict[int, Leaf] = {}
         self.live: list[int] = []  # packs alive when the run was over
         self.places: list[str] | None = [] if debug else None
@@ -91,6 +105,9 @@ class Trace:
         if self.told_at >= 0:
             line, node = _line(), tensor.grad_fn
             maker = (node.name(), node._sequence_nr() - self.begun) if node is not None else None
+            if tensor.layout is torch.strided:
+                pairs = zip(tensor.stride(), tensor.shape, strict=True)
+                self.layouts[len(self.packs)] = tuple(stride for stride, size in pairs if size > 1)
         if tensor.requires_grad:
             weight = tensor if tensor.is_leaf else tensor._base  # a linear layer saves a view of its weight
             if weight is not None and weight.is_leaf:
@@ -313,3 +330,15 @@ def node_names(outputs: list[Any]) -> dict[int, str]:
             names[node._sequence_nr()] = node.name()
             waiting += [following for following, _ in node.next_functions if following is not None]
     return names
+
+
+def other_layout(forward: Trace, recompute: Trace) -> str | None:
+    """A pack of the forward that the same line of a recompute made with other strides, where nothing is matched."""
+    layouts: dict[int | None, list[tuple[int, ...] | None]] = {}
+    for n, pack in enumerate(recompute.packs):
+        layouts.setdefault(pack.line, []).append(recompute.layouts.get(n))
+    for n, pack in enumerate(forward.packs):
+        again = layouts.get(pack.line)
+        if again and again.pop(0) != forward.layouts.get(n):
+            return forward.told_of(n)
+    return None

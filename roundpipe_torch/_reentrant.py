@@ -6,6 +6,7 @@ structure back, trains weights behind inputs without gradient, and sees a saved 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,8 +22,10 @@ from roundpipe_core._phase import Phase, thread
 from roundpipe_core._slots import Slot
 from roundpipe_core._trees import Spec, flatten, unflatten
 
-from ._frames import Options, TorchRun
-from ._state import Ambient, Generators, generators_of
+from ._errors import drawn_in_a_crowd, drawn_in_another_layout, tensor_changed
+from ._frames import Options, TorchRun, is_told
+from ._matching import Trace, other_layout, region_codes
+from ._state import Ambient, DrawWatch, Generators, Visit, generators_of
 
 __all__ = ["reentrant"]
 
@@ -55,10 +58,16 @@ def reentrant(
 
 
 _TENSOR = object()
+_NO_CONTEXT = contextlib.nullcontext()
 
 
 class _Region:
     """What both directions need, but for the tensors, which autograd keeps."""
+
+    __slots__ = (
+        "__weakref__", "ambient", "crowded", "function", "generators", "leaves", "located", "output_leaves",
+        "output_spec", "slot", "spec", "trace",
+    )  # fmt: skip
 
     def __init__(
         self, function: Callable[..., Any], spec: Spec, leaves: list[Any], slot: Slot, options: Options
@@ -67,14 +76,59 @@ class _Region:
         self.leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.generators = Generators(generators_of(function, leaves)) if options.preserve_rng_state else None
         self.ambient = Ambient()
+        self.crowded = False
+        self.located = is_told(thread.run)
+        self.trace = Trace(False, self.located)
         self.output_spec: Spec
         self.output_leaves: list[Any] = []
 
-    def run(self, phase: Phase, tensors: tuple[torch.Tensor, ...]) -> list[Any]:
-        """The leaves of the function's outputs."""
+    def forward(self, phase: Phase, tensors: tuple[torch.Tensor, ...]) -> list[Any]:
+        """The leaves of the outputs.
+
+        With a graph, so that a saved value's gradient shows (R5), but one that keeps nothing.
+        """
+        visit = Visit(self.generators)
+        try:
+            with torch.enable_grad(), saved_tensors_hooks(partial(_drop, self), _refuse):
+                return self._run(TorchRun(phase, self.slot, self.trace, self.generators, thread.run), tensors)
+        finally:
+            self.crowded = visit.end()
+
+    def replay(self, tensors: tuple[torch.Tensor, ...]) -> list[Any]:
+        """The leaves of the outputs of a recompute."""
+        watch = DrawWatch() if self.crowded or Visit.others() else None
+        leaves, crowded = self._replay(tensors, watch)
+        if crowded and watch is None:  # another thread came in meanwhile: look again, more closely
+            watch = DrawWatch()
+            leaves, _ = self._replay(tensors, watch)
+        if watch is not None and watch.drew:
+            raise drawn_in_a_crowd(self.slot.label)
+        return leaves
+
+    def _replay(self, tensors: tuple[torch.Tensor, ...], watch: DrawWatch | None) -> tuple[list[Any], bool]:
+        generators, trace = self.generators, Trace(False, self.located)
+        kept = generators.now() if generators else []
+        visit = Visit(generators)
+        run = TorchRun(Phase.RECOMPUTE, self.slot, trace, generators)
+        hooks = (
+            saved_tensors_hooks(partial(_note, self.slot, trace), _unnote) if self.trace.told_at >= 0 else _NO_CONTEXT
+        )
+        try:
+            with torch.enable_grad(), self.ambient.restored(), hooks, watch or _NO_CONTEXT:
+                run.restore_state(generators.start if generators else None)
+                leaves = self._run(run, tensors)
+            relaid = other_layout(self.trace, trace)
+            if relaid is not None and run.drew():
+                raise drawn_in_another_layout(self.slot.label, relaid)
+        finally:
+            crowded = visit.end()
+            if generators:
+                generators.set(kept)
+        return leaves, crowded
+
+    def _run(self, run: TorchRun, tensors: tuple[torch.Tensor, ...]) -> list[Any]:
         given = iter(tensors)
         args, kwargs = unflatten(self.spec, (next(given) if leaf is _TENSOR else leaf for leaf in self.leaves))
-        run = TorchRun(phase, self.slot, None, self.generators)
         outer = thread.run
         thread.run = run
         try:
@@ -86,14 +140,15 @@ class _Region:
         return leaves
 
 
+region_codes |= {_Region._run.__code__}
+
+
 class _Reentrant(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, region: _Region, phase: Phase, anchor: torch.Tensor, *tensors: torch.Tensor) -> Any:
         ctx.region = region
         ctx.save_for_backward(*tensors)
-        # With a graph, so that a saved value's gradient shows (R5), but a graph that keeps nothing.
-        with torch.enable_grad(), saved_tensors_hooks(partial(_drop, region.slot), _refuse):
-            leaves = region.run(phase, tensors)
+        leaves = region.forward(phase, tensors)
         region.output_leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         outputs = tuple(leaf.detach() for leaf in given)
@@ -115,16 +170,7 @@ class _Reentrant(torch.autograd.Function):
                 )
             )
         tensors = tuple(t.detach().requires_grad_(t.requires_grad) for t in ctx.saved_tensors)
-        generators = region.generators
-        kept = generators.now() if generators else []
-        try:
-            with torch.enable_grad(), region.ambient.restored():
-                if generators:
-                    generators.set(generators.start)
-                leaves = region.run(Phase.RECOMPUTE, tensors)
-        finally:
-            if generators:
-                generators.set(kept)
+        leaves = region.replay(tensors)
         outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if len(outputs) != len(grads):
             raise MismatchError(
@@ -143,8 +189,23 @@ class _Reentrant(torch.autograd.Function):
         return (None, None, None, *(tensor.grad for tensor in tensors))
 
 
-def _drop(slot: Slot, tensor: torch.Tensor) -> Slot:
-    return slot
+def _drop(region: _Region, tensor: torch.Tensor) -> Slot:
+    if region.trace.told_at >= 0:
+        region.trace.add(region, tensor)
+    return region.slot
+
+
+def _note(slot: Slot, trace: Trace, tensor: torch.Tensor) -> tuple[Slot, torch.Tensor, int]:
+    if trace.told_at >= 0:
+        trace.add(trace, tensor)
+    return slot, tensor, tensor._version
+
+
+def _unnote(noted: tuple[Slot, torch.Tensor, int]) -> torch.Tensor:
+    slot, tensor, version = noted
+    if tensor._version != version:  # autograd's own check rests where hooks are
+        raise tensor_changed(slot.label, tensor)
+    return tensor
 
 
 def _refuse(slot: Slot) -> torch.Tensor:

@@ -45,13 +45,17 @@ class Generators:
     def since_start(self) -> list[torch.Tensor]:
         """The states now; the very list `start` if nothing was drawn since."""
         now = self.now()
-        return self.start if all(map(_same_bytes, now, self.start)) else now
+        return self.start if _equal(now, self.start) else now
+
+    def at(self, states: list[torch.Tensor]) -> bool:
+        """Whether the generators stand at `states`."""
+        return _equal(self.now(), states)
 
 
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two states, both on the host, are equal; not by a tensor operation, which modes would see."""
-    size = one.nbytes
-    return ctypes.string_at(one.data_ptr(), size) == ctypes.string_at(other.data_ptr(), size)
+def _equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    """Whether states, which are on the host, are equal; not by a tensor operation, which modes would see."""
+    pairs = zip(some, others, strict=True)
+    return all(ctypes.string_at(a.data_ptr(), a.nbytes) == ctypes.string_at(b.data_ptr(), b.nbytes) for a, b in pairs)
 
 
 class Visit:

@@ -1,4 +1,4 @@
-"""The demo at a size of seconds: what its report says must be true, and what it refuses it must say clearly."""
+"""The demo at a size of seconds, in PyTorch: what its report says must be true, what it refuses it must say clearly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["--layers", "2", "--dim", "32", "--heads", "2", "--experts", "8", "--batch", "4", "--length", "48"]
-SMALL += ["--threads", "1", "--steps", "6", "--bias-rate", "0.01"]
+SMALL += ["--threads", "1", "--steps", "6", "--bias-rate", "0.01", "--frameworks", "torch"]
 
 
 def imported(name: str) -> ModuleType:
@@ -34,6 +34,7 @@ moe_lm = imported("moe_lm")
 weights = imported("_moe_weights")
 text = imported("_moe_text")
 training = imported("_moe_training")
+imported("_moe_torch_results")  # the script imports it late
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +113,8 @@ def test_the_table_names_every_way(tmp_path: Path, capsys: pytest.CaptureFixture
 
     shown, progress = capsys.readouterr()
     assert [word for word in ("none", "torch", "ours", "verify") if f" {word} " in shown] == ["none", "ours"]
-    assert "Ours followed the un-checkpointed run bit for bit" in shown
-    assert "training: 1 of 1 steps" in progress
+    assert "In PyTorch, ours followed the un-checkpointed run bit for bit" in shown
+    assert "training in PyTorch: 1 of 1 steps" in progress
 
 
 def test_the_oracle_alone_has_no_figures_that_compare(tmp_path: Path) -> None:
@@ -135,7 +136,7 @@ def test_a_way_that_leaves_the_oracle_fails_the_run(
     monkeypatch.setitem(training.WAYS, "ours", training.WAYS["torch"])
 
     assert moe_lm.main([*SMALL, "--ways", "ours", "--out", str(tmp_path)]) == 1
-    assert "FAILED: ours deviates" in capsys.readouterr().out
+    assert "FAILED: ours in PyTorch deviates" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -147,8 +148,8 @@ def test_a_way_that_leaves_the_oracle_fails_the_run(
         (["--dropout", "1"], "argument --dropout: 1 is not in the range from 0 to below 1"),
         (["--dropout", "nan"], "argument --dropout: nan is not in the range"),
         (["--learning-rate", "fast"], "argument --learning-rate: 'fast' is not a number"),
-        (["--ways", "none,theirs"], "argument --ways: 'theirs' is not one of none, torch, ours, verify"),
-        (["--ways", ","], "argument --ways: name at least one of none, torch, ours, verify"),
+        (["--ways", "none,theirs"], "argument --ways: 'theirs' is not one of none, torch, jax, ours, verify"),
+        (["--ways", ","], "argument --ways: name at least one of none, torch, jax, ours, verify"),
         (["--experts", "4", "--top-k", "5"], "--top-k 5 is more than --experts 4"),
         (["--dim", "30", "--heads", "4"], "--dim 30 is not a multiple of --heads 4"),
         (["--length", "100000000"], "are too short for --length 100000000"),
@@ -213,7 +214,7 @@ def test_the_weights_have_the_names_that_the_model_gives_them() -> None:
 
 
 def test_weights_and_text_need_no_framework() -> None:
-    code = "import sys, _moe_text, _moe_weights; sys.exit(bool({'torch', 'jax'} & set(sys.modules)))"
+    code = "import sys, _moe_settings, _moe_text, _moe_weights; sys.exit(bool({'torch', 'jax'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=EXAMPLES, check=False, timeout=100)
 
     assert done.returncode == 0

@@ -2,7 +2,6 @@
 
 import gc
 import importlib
-import re
 import sys
 import types
 import weakref
@@ -25,6 +24,7 @@ from roundpipe_jax import (
     save_for_recompute,
 )
 from roundpipe_jax._explain import flops_of
+from roundpipe_jax._tags import subprograms
 
 T, D, L = 8, 4, 3
 W, X = jnp.ones((L, D, D)) / 3, jnp.linspace(-1, 1, T * D).reshape(T, D)
@@ -54,18 +54,24 @@ def step(f: Any) -> Any:
     return jax.grad(stack(f), (0, 1))
 
 
+def count(jaxpr: Any, primitive: str) -> int:
+    """How often an operation runs in a program without scans."""
+    inner = sum(count(program, primitive) for eqn in jaxpr.eqns for program in subprograms(eqn))
+    return inner + sum(eqn.primitive.name == primitive for eqn in jaxpr.eqns)
+
+
 LANES = {"checkpoint": remat, "custom_vjp": lambda f: remat(f, mode="custom_vjp")}
 
 
 @pytest.mark.parametrize("lane", LANES)
 def test_decisions_run_once_and_products_as_often_as_under_jax_checkpoint(lane: str) -> None:
     def live(f: Any) -> Any:
-        jaxpr = jax.make_jaxpr(step(f))(W, X).jaxpr
+        jaxpr = jax.make_jaxpr(jax.value_and_grad(stack(f), (0, 1)))(W, X).jaxpr
         return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
 
     ours, stock, none = live(LANES[lane](layer)), live(jax.checkpoint(layer)), live(layer)
-    assert len(re.findall(r"= top_k\[", str(ours))) == L
-    assert len(re.findall(r"= top_k\[", str(stock))) == 2 * L
+    assert count(ours, "top_k") == L
+    assert count(stock, "top_k") == 2 * L
     assert flops_of(ours) == flops_of(stock)
     assert flops_of(stock) * 3 == flops_of(none) * 4
 
@@ -76,7 +82,7 @@ def test_nested_decisions_run_once(lane: str) -> None:
     loss = wrap(lambda w, x: wrap(layer)(w[1], wrap(layer)(w[0], x)).sum())
     jaxpr = jax.make_jaxpr(jax.grad(loss))(W, X).jaxpr
     live = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
-    assert len(re.findall(r"= top_k\[", str(live))) == 2
+    assert count(live, "top_k") == 2
 
 
 @pytest.mark.parametrize("lane", LANES)
@@ -247,6 +253,7 @@ def benchmark(name: str) -> types.ModuleType:
 
 
 def test_routing_flips_under_jax_checkpoint_in_bfloat16_and_never_under_remat() -> None:
+    jax.config.update("jax_disable_most_optimizations", False)  # they are what moves the router's input
     flips = benchmark("jax_moe_flips")
     stock, off = flips.measure(jax.checkpoint, 1)
     assert stock > 0

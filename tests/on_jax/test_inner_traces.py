@@ -88,9 +88,11 @@ def in_custom_checkpoint(body: Any, x: Any, w: Any) -> Any:
 PLACES = [in_scan, in_scan_of_scans, in_jit, in_cond, in_custom_checkpoint]
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("style", [by_branch, by_value])
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(
+    ("place", "style", "jit"),
+    [(place, style, True) for place in PLACES for style in (by_branch, by_value)]
+    + [(in_scan, by_branch, False), (in_jit, by_value, False)],
+)
 def test_each_decision_is_made_once_and_kept_in_its_place(place: Any, style: Any, jit: bool) -> None:  # R8
     draws = Draws()
     layer = remat(lambda x, w: place(lambda x, w: style(draws, x, w), x, w))
@@ -146,6 +148,18 @@ def test_a_value_saved_inside_but_made_and_used_outside() -> None:
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+def test_constants_and_inputs_can_be_saved_and_saved_again() -> None:
+    def layer(x: Any, ids: Any) -> Any:
+        half, ids, key = save_for_recompute(jnp.bfloat16(0.5), ids, jax.random.key(3))
+        (again,) = save_for_recompute(ids, name="again")
+        noise = jax.random.normal(key, x.shape)
+        return (jnp.sin(x) * half.astype(x.dtype) * noise * (ids + again)[:, None]).sum()
+
+    want = jax.grad(layer)(X, jnp.arange(T))
+    for f in (layer, jax.jit(layer)):
+        np.testing.assert_allclose(jax.jit(jax.grad(remat(f)))(X, jnp.arange(T)), want, rtol=1e-5)
+
+
 def test_second_derivatives_and_forward_mode_through_tags() -> None:
     def body(x: Any, w: Any) -> Any:
         if doing_recompute():
@@ -159,12 +173,8 @@ def test_second_derivatives_and_forward_mode_through_tags() -> None:
         return lambda s: (f(X * s, W) ** 2).sum()
 
     plain, ours = (lambda x, w: in_scan(body, x, w)), remat(lambda x, w: in_scan(body, x, w))
-    for transform in (
-        jax.hessian,
-        lambda f: jax.jit(jax.grad(jax.grad(f))),
-        lambda f: lambda s: jax.jvp(f, (s,), (s,)),
-    ):
-        one, two = transform(loss(ours))(1.0), transform(loss(plain))(1.0)
+    for transform in (jax.hessian, lambda f: lambda s: jax.jvp(f, (s,), (s,))):
+        one, two = (jax.jit(transform(loss(f)))(1.0) for f in (ours, plain))
         np.testing.assert_allclose(one, two, rtol=1e-4)
 
 
@@ -242,6 +252,22 @@ def test_any_checkpoint_keeps_returned_values_with_save_policy(policy: Any) -> N
     layer = jax.checkpoint(lambda x: by_value(draws, x, W[0]), policy=policy)
     jax.block_until_ready(jax.jit(jax.grad(lambda x: (layer(x) ** 2).sum()))(X))
     assert len(draws.log) == (1 if policy else 2)
+
+
+@pytest.mark.parametrize("style", [by_branch, by_value])
+def test_a_region_inside_someone_elses_checkpoint_keeps_its_decisions_with_save_policy(style: Any) -> None:  # R8
+    draws = Draws()
+
+    def block(x: Any) -> Any:
+        for n in range(2):
+            x = remat(lambda x, w: style(draws, x, w))(x, W[n])
+        return jnp.sin(x)
+
+    step = jax.jit(jax.grad(lambda x: (jax.checkpoint(block, policy=save_policy())(x) ** 2).sum()))
+    got = jax.block_until_ready(step(X))
+    one, two = list(draws.log)
+    want = jax.grad(lambda x: (jnp.sin(use(use(x, W[0], one), W[1], two)) ** 2).sum())(X)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_flax_linen() -> None:

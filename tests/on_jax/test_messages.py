@@ -86,8 +86,8 @@ def test_forward_mode_in_the_residual_lane() -> None:
 def test_saves_in_inner_traces_in_the_residual_lane() -> None:
     layer = remat(lambda x: jax.vmap(lambda x: save_for_recompute(x > 0)[0])(x), mode="custom_vjp", label="wave")
     assert raised(OptionError, lambda: jax.jit(layer)(X)) == [
-        "layer 'wave': mode=\"custom_vjp\" cannot keep what is saved inside a scan, cond, vmap, while or jitted function "
-        "of the layer.",
+        "layer 'wave': mode=\"custom_vjp\" cannot keep what is saved inside a scan, cond, vmap, while or jitted "
+        "function of the layer.",
         '  way out: use mode="checkpoint", the default, or save outside the inner function.',
     ]
 
@@ -100,8 +100,8 @@ def test_a_value_dependent_layer_that_saves_in_an_inner_trace() -> None:
 
     found = raised(MismatchError, lambda: jax.grad(layer)(X))
     assert found[0] == (
-        "layer 'both': it saves inside a scan, cond, vmap, while or jitted function, and looks at values. It can do one "
-        "of the two: for the first it is traced as a whole."
+        "layer 'both': it saves inside a scan, cond, vmap, while or jitted function, and looks at values. It can "
+        "do one of the two: for the first it is traced as a whole."
     )
     assert found[1].startswith("  looked: Attempted boolean conversion of traced array")
     assert found[2] == (

@@ -71,14 +71,12 @@ REVERSE: dict[str, Callable[[Layer], Any]] = {
     "grad(vmap)": lambda f: jax.grad(
         lambda x, w: (jax.vmap(f, (0, None), 1)(jnp.stack([x, -x]), w) ** 2).sum(), (0, 1)
     )(*data()),
-    "scan": lambda f: jax.grad(loss(functools.partial(through_scan, f)), (0, 1))(*data()),
-    "jit(scan)": lambda f: jax.jit(jax.grad(loss(functools.partial(through_scan, f)), (0, 1)))(*data()),
+    "scan": lambda f: jax.jit(jax.grad(loss(functools.partial(through_scan, f)), (0, 1)))(*data()),
     "cond": lambda f: jax.jit(jax.grad(loss(functools.partial(through_cond, f)), (0, 1)))(*data()),
     "jacrev": lambda f: jax.jacrev(f, 1)(*data()),
     "reverse over reverse": lambda f: jax.jit(jax.grad(lambda x, w: (jax.grad(loss(f), 1)(x, w) ** 2).sum(), (0, 1)))(
         *data()
     ),
-    "hessian": lambda f: jax.hessian(lambda w: loss(f)(data()[0], w))(data()[1]),
     "jit(hessian)": lambda f: jax.jit(jax.hessian(lambda w: loss(f)(data()[0], w)))(data()[1]),
     "hvp": lambda f: jax.jvp(lambda w: jax.grad(loss(f), 1)(data()[0], w), (data()[1],), (tangents(data()[1]),)),
     "fwd_and_bwd": lambda f: fwd_and_bwd(f),

@@ -28,20 +28,23 @@ def stateful(save: bool) -> Any:
     return layer
 
 
+def finish(step: Any) -> None:
+    jax.block_until_ready(step(X))
+    jax.effects_barrier()
+
+
 @pytest.mark.parametrize("way", [lambda f: f, jax.jit])
 def test_finds_stateful_numpy_randomness_in_the_output(way: Any) -> None:
     step = way(jax.grad(lambda x: remat(stateful(False), verify="warn", label="drop")(x).sum()))
     with pytest.warns(VerifyWarning, match=r"layer 'drop'.*\n.*output 0: \d of 2 rows flipped"):
-        jax.block_until_ready(step(X))
-        jax.effects_barrier()
+        finish(step)
 
 
 @pytest.mark.parametrize("way", [lambda f: f, jax.jit])
 def test_finds_a_saved_decision_that_would_flip(way: Any) -> None:
     step = way(jax.grad(lambda x: remat(stateful(True), verify="warn", label="drop")(x).sum()))
     with pytest.warns(VerifyWarning) as caught:
-        jax.block_until_ready(step(X))
-        jax.effects_barrier()
+        finish(step)
     [warning] = caught
     assert "layer 'drop', the unnamed slot, item [0]:" in str(warning.message)
     assert "output" not in str(warning.message).split("way out")[0]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from roundpipe_torch import (
+    CheckpointMismatchError,
     MismatchError,
     checkpoint,
     doing_recompute,
@@ -288,3 +289,51 @@ def test_a_visit_cut_short_is_forgotten_by_the_next_step_of_its_thread() -> None
     Visit._inside.add(threading.get_ident())
     checkpoint(torch.exp, leaf()).sum().backward()
     assert threading.get_ident() not in Visit._inside
+
+
+def ranked(x):
+    """Values of a sort in forward, a gather in the recompute: the same numbers, in memory of another order."""
+    if doing_recompute():
+        values = x.gather(1, get_recompute_data()[0])
+    else:
+        values, order = x.sort(-1)
+        save_for_recompute(order)
+    return values
+
+
+LAYOUTS = {
+    "in the layer": lambda x: F.dropout(ranked(x.t() * 2), 0.5).exp(),
+    "around a region": lambda x: F.dropout(checkpoint(ranked, x.t() * 2), 0.5).exp(),
+    "before another save": lambda x: ranked(F.dropout(recompute_first(x.t() * 2), 0.5)).exp(),
+}
+
+
+def recompute_first(x):
+    if doing_recompute():
+        return x.gather(1, get_recompute_data("first")[0])
+    values, order = x.sort(-1)
+    save_for_recompute(order, name="first")
+    return values
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("where", LAYOUTS)
+def test_random_numbers_for_memory_of_another_order_are_refused(where, use_reentrant) -> None:
+    torch.manual_seed(0)
+    y = checkpoint(LAYOUTS[where], leaf(), use_reentrant=use_reentrant)
+    with pytest.raises(CheckpointMismatchError, match="the recompute has a tensor with other strides") as caught:
+        y.sum().backward()
+    assert "by .contiguous() on what they give" in str(caught.value).splitlines()[-1]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_another_layout_alone_does_no_harm(use_reentrant) -> None:
+    def layer(x):
+        return torch.tanh(ranked(x.t() * 2)) @ x
+
+    x, other = leaf(), leaf()
+    checkpoint(layer, x, use_reentrant=use_reentrant).sum().backward()
+    layer(other).sum().backward()
+    assert torch.allclose(x.grad, other.grad, rtol=1e-5)
+    torch.manual_seed(0)
+    checkpoint(lambda x: F.dropout(ranked(x.t() * 2).contiguous(), 0.5).sin(), x, use_reentrant=use_reentrant).sum()

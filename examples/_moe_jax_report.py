@@ -1,0 +1,229 @@
+"""JAX's part of the report: its rows, sentences, figures and notes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from _moe_look import COLORS, TITLES, Plot, Row, error, size, smooth
+from _moe_results import JaxResults, JaxWay, Results
+from _moe_settings import ORACLE
+from matplotlib.axes import Axes
+
+
+def rows(found: Results) -> list[Row]:
+    return [
+        Row("training loss, last tenth of the steps", lambda way: f"{way.final_loss:.4f}"),
+        Row("loss on held-out text", lambda way: f"{way.held_out_loss:.4f}"),
+        Row("gradient of step 1, relative error to pinned routing", lambda way: error(way.pinned_error, percent=True)),
+        Row(
+            "the same, to the un-checkpointed run",
+            lambda way: "oracle" if way.name == ORACLE else error(way.gradient_error, percent=True),
+        ),
+        Row(
+            "loss, largest deviation",
+            lambda way: "oracle" if way.name == ORACLE else error(way.loss_difference),
+        ),
+        Row("routing decisions per layer and step", _decisions),
+        Row(f"of {found.tokens} tokens, routed otherwise in backward", _flips),
+        Row("most in one layer and step", lambda way: "0" if way.flipped is None else str(_most(way))),
+        Row("steps in which that happened", lambda way: f"{way.flipped_steps or 0:.0%}"),
+        Row("bytes of the saved decision, per layer", lambda way: size(way.bytes_saved)),
+        Row("step time, relative", lambda way: f"{way.time_ratio:.2f}"),
+        Row("step time", lambda way: f"{way.seconds * 1000:.0f} ms"),
+    ]
+
+
+def _decisions(way: JaxWay) -> str:
+    if way.decisions is None:
+        return "not counted"
+    return f"{way.decisions:g}" if way.decisions <= 1 else f"1 + {way.decisions - 1:g}"
+
+
+def _flips(way: JaxWay) -> str:
+    return f"{way.flipped_tokens:.1f}" if way.flipped_tokens else "0"
+
+
+def _most(way: JaxWay) -> int:
+    return max(max(step) for step in way.flipped or [[0]])
+
+
+def verdict(found: Results) -> list[str]:
+    """What was seen, in sentences."""
+    if found.jax is None:
+        return []
+    sentences = []
+    stock, ours, twins = found.jax.way("jax"), found.jax.way("ours"), found.twins()
+    if ours and found.jax.kept_the_routing():
+        sentences.append(
+            "In JAX, ours routed every token in backward as in forward, in all layers and steps, and its gradient is "
+            "bit for bit that of a program which is given the forward's routing."
+        )
+    elif ours:
+        sentences.append(
+            f"FAILED: ours in JAX routed {_flips(ours)} tokens in each layer and step otherwise in backward, and its "
+            f"gradient is {error(ours.pinned_error)} off that of a program which is given the forward's routing."
+        )
+    if stock and stock.flipped_tokens:
+        sentences.append(
+            f"jax.checkpoint in {found.options['precision']} under jit sent {stock.flipped_tokens:.1f} of "
+            f"{found.tokens} tokens in each layer and step to other experts in backward than in forward, in "
+            f"{stock.flipped_steps:.0%} of the steps, though the biases were the same. No error was raised. "
+            f"The first step's gradient was {error(stock.pinned_error, percent=True)} off."
+        )
+    elif stock:
+        sentences.append(
+            f"jax.checkpoint in {found.options['precision']} routed no token otherwise in backward in this run."
+        )
+    if twins:
+        sentences.append(
+            f"The same weights lose {twins.start_losses[0]:.4f} in PyTorch and {twins.start_losses[1]:.4f} in JAX on "
+            f"held-out text before training. After {twins.steps} steps, each with its own dropout, the training loss "
+            f"is {twins.final_losses[0]:.3f} and {twins.final_losses[1]:.3f}."
+        )
+    return sentences
+
+
+def lead(found: Results) -> str:
+    assert found.jax is not None
+    steps = len(found.jax.ways[0].losses)
+    fewer = f" instead of {found.options['steps']}, since compiling takes much of the time" * (
+        steps < found.options["steps"]
+    )
+    return (
+        f"The same model from the same weights, {steps} steps each way{fewer}: compute in "
+        f"{found.options['precision']}, weights in float32, each step under jit. Biases are passed in and handed back, "
+        "so a layer that runs again finds those of the forward. It can route otherwise all the same. XLA keeps more "
+        "precision inside a fusion than the type asks for: the forward's router sees numbers that were not yet rounded "
+        "to bfloat16, while the recompute starts from the layer's rounded input. Scores that almost tie then change "
+        "places. The layer's code is the same in all three columns; only what is wrapped around it differs."
+    )
+
+
+def notes(found: Results) -> list[str]:
+    assert found.jax is not None
+    harmless = {
+        True: " It does not change what it looks at: a program without it gave jax.checkpoint's first gradient to the "
+        "last bit.",
+        False: " It disturbed what it looks at: a program without it gave jax.checkpoint another first gradient.",
+        None: "",
+    }[found.jax.probe_is_harmless]
+    twins = found.twins()
+    return [
+        "JAX: what a recompute chose is read through the gradient. Each layer has an additional input of zeros, whose "
+        "derivative rule returns the experts that backward is using; no callback is involved." + harmless,
+        "JAX: pinned routing is jax.checkpoint around the layer with the forward's plan as an input. The "
+        "un-checkpointed run differs from it too, by rounding alone: its backward reads what the forward computed, "
+        "with more precision, and not a recompute.",
+        "JAX: routing decisions are counted in the optimised program. "
+        f"Compiling took {found.jax.compile_seconds:.0f} of {found.jax.seconds:.0f} seconds.",
+        *(
+            [
+                "PyTorch and JAX: what passes between layers is float32 under autocast, and "
+                f"{found.options['precision']} in JAX, and dropout draws other masks. Over {twins.steps} steps the "
+                f"loss of a step differs by {twins.loss_difference:.3f} in the mean, and the running mean over ten "
+                f"steps by {twins.smoothed_difference:.3f} at most. With --dropout 0 only rounding differs."
+            ]
+            if twins
+            else []
+        ),
+    ]
+
+
+# Figures
+
+
+def plots() -> list[Plot]:
+    return [
+        Plot(
+            "jax_loss",
+            "Training loss in JAX and in PyTorch",
+            "Dots: each step. Lines: running mean over the last steps. All runs start from the same weights and see "
+            "the same text.",
+            _loss_curves,
+            wide=True,
+        ),
+        Plot(
+            "jax_flips",
+            "Tokens whose experts change in the recompute",
+            "jax.checkpoint, step by step, the layers on top of each other. The first layer reads the embedding; the "
+            "others read what XLA has just computed, and not yet rounded.",
+            _flips_seen,
+            worthwhile=lambda found: _ways(found, "jax") != [],
+        ),
+        Plot(
+            "jax_gradient",
+            "Error of the first gradient, by part",
+            "Relative distance to the gradient with the forward's routing pinned. Without checkpointing, it is that of "
+            "rounding.",
+            _gradient_errors,
+        ),
+    ]
+
+
+def _ways(found: Results, *names: str) -> list[JaxWay]:
+    return [way for way in _results(found).ways if way.name in names]
+
+
+def _results(found: Results) -> JaxResults:
+    assert found.jax is not None
+    return found.jax
+
+
+_STYLES: dict[str, dict[str, Any]] = {
+    "none": {"color": "#16191d", "linewidth": 1.4},
+    "jax": {"color": COLORS["jax"], "linewidth": 1.8, "dashes": (1.2, 3), "dash_capstyle": "round"},
+    "ours": {"color": COLORS["ours"], "linewidth": 1.8, "dashes": (5, 4)},
+}
+
+
+def _loss_curves(axes: Axes, found: Results) -> None:
+    steps = len(_results(found).ways[0].losses)
+    if found.ways:
+        losses = found.ways[0].losses[:steps]
+        label = "PyTorch, no checkpointing"
+        axes.plot(range(1, steps + 1), losses, ".", color="#e0a030", markersize=5, alpha=0.55)
+        axes.plot(*smooth(losses), color="#e0a030", linewidth=5, alpha=0.55, solid_capstyle="round", label=label)
+    for way in _results(found).ways:
+        if way.name == ORACLE:
+            axes.plot(range(1, steps + 1), way.losses, ".", color="#16191d", markersize=3, alpha=0.5)
+        axes.plot(*smooth(way.losses), label=f"JAX, {TITLES[way.name]}", **_STYLES[way.name])
+    axes.set(xlabel="step", ylabel="nats per byte")
+    axes.margins(x=0.01)
+    axes.legend(frameon=False, fontsize=9.5)
+
+
+def _flips_seen(axes: Axes, found: Results) -> None:
+    (stock,) = _ways(found, "jax")
+    counts = np.array(stock.flipped)
+    steps, foot = np.arange(1, len(counts) + 1), np.zeros(len(counts))
+    for layer, of_layer in enumerate(counts.T):
+        if of_layer.any():
+            shade = 1 - 0.75 * layer / max(1, counts.shape[1] - 1)
+            axes.bar(steps, of_layer, 0.85, bottom=foot, color=COLORS["jax"], alpha=shade, label=f"layer {layer}")
+        foot += of_layer
+    for ours in _ways(found, "ours"):
+        axes.axhline(0, color=COLORS["ours"], linewidth=3, label=f"ours: {sum(map(sum, ours.flipped or []))} in all")
+    axes.set(xlabel="step", ylabel=f"tokens, of {counts.shape[1] * found.tokens}")
+    axes.set_ylim(bottom=0, top=max(1.0, foot.max()) * 1.3)
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.margins(x=0.01)
+    axes.legend(frameon=False, fontsize=8, ncols=3, loc="upper right")
+
+
+def _gradient_errors(axes: Axes, found: Results) -> None:
+    ways = _results(found).ways
+    parts = list(ways[0].pinned_errors)
+    width = 0.84 / len(ways)
+    for n, way in enumerate(ways):
+        at = np.arange(len(parts)) + (n - (len(ways) - 1) / 2) * width
+        errors = np.array([way.pinned_errors[part] for part in parts]) * 100
+        label = TITLES[way.name] if errors.any() else f"{TITLES[way.name]}: exactly 0"
+        axes.bar(at, errors, width * 0.92, color=COLORS[way.name], label=label)
+        if not errors.any():
+            axes.plot(at, errors, "_", color=COLORS[way.name], markersize=9, markeredgewidth=3, clip_on=False)
+    axes.set_xticks(range(len(parts)), [part.replace(" ", "\n") for part in parts])
+    axes.set(ylabel="%")
+    axes.margins(y=0.3)
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper right")
