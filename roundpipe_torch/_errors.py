@@ -23,6 +23,7 @@ __all__ = [
     "no_partner",
     "other_node",
     "other_parameter",
+    "started_inside",
     "tensor_changed",
 ]
 
@@ -117,6 +118,19 @@ def drawn_in_another_layout(layer: str, what: str) -> CheckpointMismatchError:
             "numbers. They are drawn in the order of memory, so they would meet other elements.",
             [("tensor", what)],
             "give both branches of the decision the same layout, for example by .contiguous() on what they give.",
+        )
+    )
+
+
+def started_inside(layer: str) -> CheckpointMismatchError:
+    """The accelerator has random numbers now that were not there when the region began (R7)."""
+    return CheckpointMismatchError(
+        message(
+            f"layer {layer!r}: the accelerator was used for the first time inside this layer, so the state of its "
+            "random numbers before is not known.",
+            [],
+            "use the device before, for instance by moving the model or the input to it, or pass "
+            "preserve_rng_state=False.",
         )
     )
 

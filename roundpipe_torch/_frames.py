@@ -31,6 +31,7 @@ from ._errors import (
     no_partner,
     other_node,
     other_parameter,
+    started_inside,
     tensor_changed,
 )
 from ._inputs import Inputs
@@ -185,6 +186,8 @@ class Frame:
                     thread.run = outer
         finally:
             self._crowded = visit.end()
+        if self._generators and self._generators.missed():
+            raise started_inside(self.slot.label)
         if outputs is _NOTHING:
             raise context_swallowed(self.slot.label)
         self._needed = self.trace.alive()

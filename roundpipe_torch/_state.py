@@ -17,6 +17,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe_core._phase import thread
+from roundpipe_core._trees import flatten
 
 __all__ = ["Ambient", "DrawWatch", "Generators", "Visit", "generators_of", "modules_of"]
 
@@ -46,6 +47,10 @@ class Generators:
         """The states now; the very list `start` if nothing was drawn since."""
         now = self.now()
         return self.start if _equal(now, self.start) else now
+
+    def missed(self) -> bool:
+        """Whether the accelerator was started since, so that its generators are not among these."""
+        return len(self._generators) == 1 and _started_backend() is not None
 
     def at(self, states: list[torch.Tensor]) -> bool:
         """Whether the generators stand at `states`."""
@@ -109,18 +114,29 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-def generators_of(function: Any, leaves: Iterable[Any]) -> tuple[torch.Generator, ...]:
-    """The CPU's generator and those of every device of the tensors and of the modules' parameters and buffers."""
+def _started_backend() -> Any:
+    """The module of the accelerator, if there is one and this process has used it: asking it would start it."""
     if _ACCELERATOR is None:
-        return _CPU_ONLY
+        return None
     backend: Any = getattr(torch, _ACCELERATOR.type)
-    if not backend.is_initialized() if hasattr(backend, "is_initialized") else not backend.is_available():
+    started = backend.is_initialized() if hasattr(backend, "is_initialized") else backend.is_available()
+    return backend if started else None
+
+
+def generators_of(function: Any, arguments: Any) -> tuple[torch.Generator, ...]:
+    """The CPU's generator and those of every device of the tensors and of the modules' parameters and buffers.
+
+    Tensors and modules may stand anywhere in `arguments`.
+    """
+    backend = _started_backend()
+    if backend is None or _ACCELERATOR is None:
         return _CPU_ONLY
     if _ACCELERATOR.type == "mps":
         return (*_CPU_ONLY, torch.mps._get_default_mps_generator())
-    leaves = list(leaves)
     used = {backend.current_device()}
     if backend.device_count() > 1:
+        leaves: list[Any] = []
+        flatten(arguments, leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         for module in modules_of(function, leaves):
             tensors += itertools.chain(module.parameters(), module.buffers())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
+import types
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from roundpipe_torch import (
     recompute_once,
     save_for_recompute,
 )
-from roundpipe_torch._state import Visit
+from roundpipe_torch._state import Visit, generators_of
 
 
 def leaf(seed: int = 0) -> torch.Tensor:
@@ -337,3 +339,43 @@ def test_another_layout_alone_does_no_harm(use_reentrant) -> None:
     assert torch.allclose(x.grad, other.grad, rtol=1e-5)
     torch.manual_seed(0)
     checkpoint(lambda x: F.dropout(ranked(x.t() * 2).contiguous(), 0.5).sin(), x, use_reentrant=use_reentrant).sum()
+
+
+def test_a_device_first_used_inside_a_layer_is_refused(monkeypatch) -> None:
+    """Simulated: this process has an accelerator that the layer starts."""
+    started = []
+    monkeypatch.setattr("roundpipe_torch._state._ACCELERATOR", torch.device("cuda"))
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: bool(started))
+
+    def layer(x):
+        started.append(True)
+        return x.exp()
+
+    with pytest.raises(CheckpointMismatchError, match="was used for the first time inside this layer") as caught:
+        checkpoint(layer, leaf())
+    assert "moving the model or the input to it, or pass preserve_rng_state=False" in str(caught.value)
+    started.clear()
+    checkpoint(layer, leaf(), preserve_rng_state=False)
+
+
+def test_every_device_that_a_call_can_reach_is_preserved(monkeypatch) -> None:
+    """Simulated: two devices, of which the arguments and the module's weights use one each."""
+    found = [torch.Generator() for _ in range(3)]
+    monkeypatch.setattr("roundpipe_torch._state._ACCELERATOR", torch.device("cuda"))
+    fake = types.SimpleNamespace(
+        is_initialized=lambda: True, current_device=lambda: 0, device_count=lambda: 3, default_generators=found
+    )
+    monkeypatch.setattr(torch, "cuda", fake)
+    module, other = torch.nn.Linear(2, 2), torch.ones(2).as_subclass(Elsewhere)
+    module.register_buffer("table", torch.ones(2).as_subclass(Elsewhere))
+    module.table.index, other.index = 1, 2
+    cpu = torch.default_generator
+    assert generators_of(module, ()) == (cpu, found[0], found[1])
+    assert generators_of(lambda: module, ({"a": [other]},)) == (cpu, *found)
+    assert generators_of(functools.partial(module.forward, other), ()) == (cpu, found[0], found[1])
+    assert generators_of(torch.exp, ([module], 3)) == (cpu, found[0], found[1])
+    assert generators_of(torch.exp, (torch.ones(2),)) == (cpu, found[0])
+
+
+class Elsewhere(torch.Tensor):
+    device = property(lambda self: torch.device("cuda", self.index))
