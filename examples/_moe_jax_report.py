@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from _moe_look import COLORS, TITLES, Plot, Row, error, size, smooth
-from _moe_results import JaxResults, JaxWay, Results
+from _moe_results import JaxResults, JaxWay, Results, Twins
 from _moe_settings import ORACLE
 from matplotlib.axes import Axes
 
@@ -76,10 +76,11 @@ def verdict(found: Results) -> list[str]:
             f"jax.checkpoint in {found.options['precision']} routed no token otherwise in backward in this run."
         )
     if twins:
+        own = ", each with dropout masks of its own" if found.options["dropout"] else ""
         sentences.append(
             f"The same weights lose {twins.start_losses[0]:.4f} in PyTorch and {twins.start_losses[1]:.4f} in JAX on "
-            f"held-out text before training. After {twins.steps} steps, each with its own dropout, the training loss "
-            f"is {twins.final_losses[0]:.3f} and {twins.final_losses[1]:.3f}."
+            f"held-out text before training. After {twins.steps} steps{own}, the training loss is "
+            f"{twins.final_losses[0]:.3f} and {twins.final_losses[1]:.3f}."
         )
     return sentences
 
@@ -87,16 +88,21 @@ def verdict(found: Results) -> list[str]:
 def lead(found: Results) -> str:
     assert found.jax is not None
     steps = len(found.jax.ways[0].losses)
+    cause = (
+        "XLA keeps more precision inside a fusion than the type asks for: the forward's router sees numbers that were "
+        "not yet rounded to bfloat16, while the recompute starts from the layer's rounded input. Scores that almost "
+        "tie then change places."
+        if found.options["precision"] == "bfloat16"
+        else "In bfloat16, that is: in float32 there is no rounding that XLA could leave out."
+    )
     fewer = f" instead of {found.options['steps']}, since compiling takes much of the time" * (
         steps < found.options["steps"]
     )
     return (
         f"The same model from the same weights, {steps} steps each way{fewer}: compute in "
         f"{found.options['precision']}, weights in float32, each step under jit. Biases are passed in and handed back, "
-        "so a layer that runs again finds those of the forward. It can route otherwise all the same. XLA keeps more "
-        "precision inside a fusion than the type asks for: the forward's router sees numbers that were not yet rounded "
-        "to bfloat16, while the recompute starts from the layer's rounded input. Scores that almost tie then change "
-        "places. The layer's code is the same in all three columns; only what is wrapped around it differs."
+        "so a layer that runs again finds those of the forward. It can route otherwise all the same. "
+        f"{cause} The layer's code is the same in all three columns; only what is wrapped around it differs."
     )
 
 
@@ -117,16 +123,17 @@ def notes(found: Results) -> list[str]:
         "with more precision, and not a recompute.",
         "JAX: routing decisions are counted in the optimised program. "
         f"Compiling took {found.jax.compile_seconds:.0f} of {found.jax.seconds:.0f} seconds.",
-        *(
-            [
-                "PyTorch and JAX: what passes between layers is float32 under autocast, and "
-                f"{found.options['precision']} in JAX, and dropout draws other masks. Over {twins.steps} steps the "
-                f"loss of a step differs by {twins.loss_difference:.3f} in the mean, and the running mean over ten "
-                f"steps by {twins.smoothed_difference:.3f} at most. With --dropout 0 only rounding differs."
-            ]
-            if twins
-            else []
-        ),
+        *(_twins_note(found, twins) if twins else []),
+    ]
+
+
+def _twins_note(found: Results, twins: Twins) -> list[str]:
+    masks = " Dropout draws other masks in each; without it (dropout 0) only rounding differs."
+    return [
+        "PyTorch and JAX: what passes between layers is float32 under autocast, and "
+        f"{found.options['precision']} in JAX.{masks * bool(found.options['dropout'])} Over {twins.steps} steps the "
+        f"loss of a step differs by {twins.loss_difference:.3f} in the mean, and the running mean over ten steps by "
+        f"{twins.smoothed_difference:.3f} at most."
     ]
 
 
@@ -146,8 +153,8 @@ def plots() -> list[Plot]:
         Plot(
             "jax_flips",
             "Tokens whose experts change in the recompute",
-            "jax.checkpoint, step by step, the layers on top of each other. The first layer reads the embedding; the "
-            "others read what XLA has just computed, and not yet rounded.",
+            "jax.checkpoint, step by step, the layers on top of each other. Layers without a colour never flipped. Blue, "
+            "along the bottom: ours.",
             _flips_seen,
             worthwhile=lambda found: _ways(found, "jax") != [],
         ),
@@ -197,11 +204,11 @@ def _flips_seen(axes: Axes, found: Results) -> None:
     (stock,) = _ways(found, "jax")
     counts = np.array(stock.flipped)
     steps, foot = np.arange(1, len(counts) + 1), np.zeros(len(counts))
-    for layer, of_layer in enumerate(counts.T):
-        if of_layer.any():
-            shade = 1 - 0.75 * layer / max(1, counts.shape[1] - 1)
-            axes.bar(steps, of_layer, 0.85, bottom=foot, color=COLORS["jax"], alpha=shade, label=f"layer {layer}")
-        foot += of_layer
+    flipping = [layer for layer, of_layer in enumerate(counts.T) if of_layer.any()]
+    for shade, layer in zip(np.linspace(1, 0.3, len(flipping)), flipping, strict=True):
+        label = f"layer {layer}"
+        axes.bar(steps, counts[:, layer], 0.85, bottom=foot, color=COLORS["jax"], alpha=shade, label=label)
+        foot += counts[:, layer]
     for ours in _ways(found, "ours"):
         axes.axhline(0, color=COLORS["ours"], linewidth=3, label=f"ours: {sum(map(sum, ours.flipped or []))} in all")
     axes.set(xlabel="step", ylabel=f"tokens, of {counts.shape[1] * found.tokens}")

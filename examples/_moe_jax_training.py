@@ -18,6 +18,7 @@ from _moe_weights import Sizes, initial_weights
 from jax import Array
 
 STOCK = "jax"  # the way whose recompute routes again
+COMPILER: dict[str, Any] = {}  # options of XLA's; what is shown is what its defaults do
 
 
 class State(NamedTuple):
@@ -123,7 +124,7 @@ def compiled(ways: list[str], sizes: Sizes, settings: Settings, batch: int, stat
         *([lowered(models[STOCK], False)] if STOCK in ways else []),
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        done = list(pool.map(lambda one: one.compile(), all_lowered))
+        done = list(pool.map(lambda one: one.compile(compiler_options=COMPILER), all_lowered))
     gradients = dict(zip(ways, done, strict=False))
     pinned, updating, evaluating, *unprobed = done[len(ways) :]
     return Programs(gradients, pinned, unprobed[0] if unprobed else None, updating, evaluating)

@@ -442,6 +442,7 @@ h3 { margin: 0 0 0.4rem; font-size: 1.05rem; }
 table { width: 100%; border-collapse: collapse; font-size: 0.92rem; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.5rem 0.75rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 thead th { border-bottom: 2px solid var(--ink); font-weight: 600; }
+tbody td { width: 15%; }
 tbody th { text-align: left; font-weight: 400; color: #30353c; white-space: normal; }
 tbody tr:nth-child(even) { background: #fafbfc; }
 .key { display: inline-block; width: 0.75em; height: 0.75em; margin-right: 0.45em; border-radius: 2px; }

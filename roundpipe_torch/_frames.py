@@ -235,7 +235,7 @@ class Frame:
         for ours, theirs in pairs.items():
             holder, partner = self.trace.refs[ours](), recompute.refs[theirs]()
             if holder is not None and partner is not None:
-                holder.value, holder.version = partner.value, partner.version
+                holder.value, holder.version, holder.made_for = partner.value, partner.version, None
                 holder.fault = self._leaf_fault(ours, recompute.leaves.get(theirs), partner.value)
                 if self.trace.layouts.get(ours) != recompute.layouts.get(theirs):
                     partner.recompute.relaid = ours
@@ -244,7 +244,7 @@ class Frame:
         """As `fill`, for pairs that hold only if the same kind of node saved both."""
         leaves: list[Any] = []
         flatten(outputs, leaves, expand)
-        names = node_names(leaves)
+        names = node_names(leaves, recompute, guesses.values())
         self.fill(guesses, recompute)
         for ours, theirs in guesses.items():
             holder = self.trace.refs[ours]()
@@ -257,7 +257,8 @@ class Frame:
         if before is None or again is None:
             return None
         if before.identity != again.identity:
-            return other_parameter(self.slot.label, str(self.trace.packs[ours])) if again.parameter else None
+            known = again.parameter or any(again.identity == leaf.identity for leaf in self.trace.leaves.values())
+            return other_parameter(self.slot.label, str(self.trace.packs[ours])) if known else None
         return tensor_changed(self.slot.label, value) if before.version != again.version else None
 
     def check(self, holder: Holder, made_for: str) -> None:
@@ -417,7 +418,8 @@ def _unpack(holder: Holder) -> torch.Tensor:
         value = holder.frame.recover(holder)
     holder.value = None  # a later backward recomputes again; until then nothing is held
     if holder.fault is not None:
-        raise holder.fault
+        fault, holder.fault = holder.fault, None
+        raise fault
     if holder.made_for is not None:
         holder.frame.check(holder, holder.made_for)
     if value._version != holder.version:

@@ -15,7 +15,8 @@ import os
 import sys
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
@@ -320,15 +321,21 @@ def _inexact(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def node_names(outputs: list[Any]) -> dict[int, str]:
-    """Names of the nodes of a graph by their number, from the tensors it ends in."""
-    waiting = [leaf.grad_fn for leaf in outputs if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+def node_names(outputs: list[Any], recompute: Trace, packs: Iterable[int]) -> dict[int, str]:
+    """Names of the nodes that saved `packs`, by their number, found from the tensors that the recompute gave."""
+    wanted = {recompute.numbers[n] for n in packs}
+    waiting = deque(leaf.grad_fn for leaf in outputs if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None)
     names: dict[int, str] = {}
-    while waiting:
-        node = waiting.pop()
-        if node._sequence_nr() not in names:
-            names[node._sequence_nr()] = node.name()
-            waiting += [following for following, _ in node.next_functions if following is not None]
+    seen = set(waiting)
+    while waiting and len(names) < len(wanted):
+        node = waiting.popleft()
+        number = node._sequence_nr()
+        if number in wanted:
+            names.setdefault(number, node.name())
+        before = {following for following, _ in node.next_functions if following is not None} - seen
+        before = {following for following in before if following._sequence_nr() >= recompute.begun}
+        seen |= before
+        waiting.extend(before)
     return names
 
 

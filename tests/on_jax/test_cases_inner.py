@@ -1,0 +1,325 @@
+"""Saves inside scan, cond, switch, while, map, vmap and jit of a layer, and layers inside those."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from roundpipe_jax import GradientError, layer_scope, recompute_once, remat, save_for_recompute
+from tests.on_jax.oracle import LANES, STYLES, WAYS, W, X, bare, decided_once, gradient, in_lane, same
+
+ways = pytest.mark.parametrize("way", WAYS)
+Layer = Callable[[Any, Any], Any]
+
+
+def best(x: Any) -> Any:
+    return jnp.argmax(lax.stop_gradient(x))
+
+
+# ------------------------------------------------------------------------- each place, each style, counted
+
+Save = Callable[[Any, Any], Any]
+
+
+def scan(save: Save, x: Any) -> Any:
+    return lax.scan(lambda c, n: (jnp.tanh(c @ W) * save(n, c), None), x, jnp.arange(3))[0]
+
+
+def scan_of_scan(save: Save, x: Any) -> Any:
+    def outer(c: Any, m: Any) -> Any:
+        return lax.scan(lambda c, n: (jnp.sin(c) * save(2 * m + n, c), None), c, jnp.arange(2))[0], None
+
+    return lax.scan(outer, x, jnp.arange(2))[0]
+
+
+def cond(save: Save, x: Any) -> Any:
+    def one(x: Any) -> Any:
+        return lax.cond(x.sum() > 0, lambda x: jnp.sin(x) * save(0, x), lambda x: jnp.cos(x), x)
+
+    return one(jnp.abs(x)) + one(-jnp.abs(x))
+
+
+def switch(save: Save, x: Any) -> Any:
+    def branch(n: int) -> Callable[[Any], Any]:
+        return lambda x: jnp.sin(x) * save(n, x)
+
+    return lax.switch(jnp.int32(1) + (x[0, 0] > 9), [branch(0), branch(1), branch(2)], x)
+
+
+def mapped(save: Save, x: Any) -> Any:
+    return lax.map(lambda row: jnp.sin(row) * save(0, row), x)
+
+
+def vmapped(save: Save, x: Any) -> Any:
+    return jax.vmap(lambda row: jnp.sin(row) * save(0, row), 1, 1)(x)
+
+
+def jitted(save: Save, x: Any) -> Any:
+    return jax.jit(lambda x: jnp.sin(x) * save(0, x))(x)
+
+
+def bounded_loop(save: Save, x: Any) -> Any:
+    return lax.fori_loop(0, 3, lambda n, c: jnp.sin(c) * save(n, c), x)
+
+
+def checkpointed(save: Save, x: Any) -> Any:
+    return jax.checkpoint(lambda x: jnp.sin(x) * save(0, x))(jnp.sin(x))
+
+
+def everything(save: Save, x: Any) -> Any:
+    def step(c: Any, n: Any) -> Any:
+        return lax.cond(n > 0, lambda c: jnp.sin(c) * save(n, c), lambda c: c * 2, c), None
+
+    return jax.jit(jax.vmap(lambda row: lax.scan(step, row, jnp.arange(3))[0]))(x)
+
+
+PLACES = [scan, scan_of_scan, cond, switch, mapped, vmapped, jitted, bounded_loop, everything]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+@pytest.mark.parametrize("style", STYLES)
+@ways
+def test_a_decision_in_each_place(place: Any, style: str, way: str) -> None:  # R8
+    if place is switch and style != "once":
+        pytest.skip("one name in several branches is the subject of another test")
+
+    def program(router: Any, wrap: Any) -> Any:
+        def layer(x: Any) -> Any:
+            return place(lambda site, c: router.saved("plain" if wrap is bare else style, site, c), x)
+
+        return WAYS[way](gradient(wrap(layer)))(X)
+
+    decided_once(program, remat)
+
+
+@pytest.mark.parametrize("place", [scan, cond, everything], ids=lambda place: place.__name__)
+def test_second_derivatives(place: Any) -> None:
+    def save(n: Any, c: Any) -> Any:
+        return save_for_recompute(best(c) + n)[0] + 1
+
+    def twice(wrap: Any) -> Any:
+        f = wrap(lambda x: place(save, x))
+        return jax.hessian(lambda x: (f(x) ** 2).sum())(X)
+
+    same(twice(remat), twice(bare))
+
+
+# --------------------------------------------------------------------------------------- which value is kept
+
+
+def both(layer: Layer, *args: Any) -> None:
+    for way in WAYS.values():
+        same(way(gradient(remat(layer)))(*args), way(gradient(layer))(*args))
+
+
+def test_a_save_in_one_branch_only() -> None:
+    def layer(x: Any) -> Any:
+        return lax.cond(x.sum() > 0, lambda x: jnp.sin(x) * (save_for_recompute(best(x))[0] + 1), jnp.cos, x)
+
+    both(layer, jnp.abs(X))
+    both(layer, -jnp.abs(X))
+
+
+def test_branches_that_save_under_one_name() -> None:
+    def layer(k: Any, x: Any) -> Any:
+        def branch(n: int) -> Any:
+            return lambda x: jnp.sin(x) * (save_for_recompute(best(x) + n)[0] + 1)
+
+        return lax.switch(k, [branch(n) for n in range(3)], x)
+
+    for way in WAYS.values():
+        for k in range(3):
+            same(way(jax.grad(lambda k, x: remat(layer)(k, x).sum(), 1))(k, X), jnp.cos(X) * (best(X) + k + 1))
+
+
+def test_saving_what_a_body_is_given() -> None:
+    """The counter it carries, what it runs over, and what it closes over, all used again outside."""
+
+    def layer(x: Any, k: Any) -> Any:
+        def body(carry: Any, n: Any) -> Any:
+            count, c = carry
+            kept, over, outside = save_for_recompute(count, n, k)
+            return (count + 1, jnp.sin(c) * (kept + 1) * over * outside), count
+
+        (count, y), counts = lax.scan(body, (jnp.int32(0), x), jnp.arange(1, 3))
+        return y * (count + k), counts
+
+    for way in WAYS.values():
+        got = way(jax.grad(lambda x, k: remat(layer)(x, k)[0].sum()))(X, jnp.int32(3))
+        same(got, way(jax.grad(lambda x, k: layer(x, k)[0].sum()))(X, jnp.int32(3)))
+
+
+def test_one_value_under_three_names_and_as_an_output() -> None:
+    def layer(x: Any) -> Any:
+        def body(c: Any, _: Any) -> Any:
+            index = best(c)
+            (a,) = save_for_recompute(index, name="a")
+            (b,) = save_for_recompute(index, name="b")
+            (c2,) = save_for_recompute(a, name="c")
+            return jnp.sin(c) * (a + b + c2 + index), index
+
+        y, indices = lax.scan(body, x, None, length=2)
+        return y * indices.sum()
+
+    both(layer, X)
+
+
+@pytest.mark.parametrize(
+    "constant",
+    [lambda: jnp.ones(()), lambda: jnp.float32(2), lambda: jnp.full((2,), 3.0), lambda: jnp.int32(3), lambda: True],
+    ids=["ones", "float", "full", "int", "bool"],
+)
+@pytest.mark.parametrize("place", [jitted, scan], ids=lambda place: place.__name__)
+def test_constants_made_in_the_layer(constant: Any, place: Any) -> None:
+    both(lambda x: place(lambda _, __: jnp.sum(jnp.asarray(save_for_recompute(constant())[0])), x), X)
+    both(lambda x: jnp.sin(x) * jnp.sum(jnp.asarray(save_for_recompute(constant())[0])), X)
+
+
+def test_two_scopes_around_one_jitted_function() -> None:
+    @jax.jit
+    def half(x: Any, k: Any) -> Any:
+        (k,) = save_for_recompute(k)
+        return jnp.sin(x) * k
+
+    def layer(x: Any) -> Any:
+        with layer_scope("half"):
+            y = half(x, jnp.int32(3))
+        with layer_scope("half"):
+            return y + half(2 * x, jnp.int32(4))
+
+    both(layer, X)
+
+
+def test_functions_with_their_own_derivatives_between_saves() -> None:
+    @jax.custom_vjp
+    def tripled(x: Any) -> Any:
+        return jnp.sin(x)
+
+    tripled.defvjp(lambda x: (jnp.sin(x), x), lambda x, dot: (3 * dot,))
+
+    @jax.custom_jvp
+    def kept(x: Any) -> Any:  # changes nothing but the derivative, as our own marks do
+        return x
+
+    kept.defjvp(lambda primals, dots: (kept(*primals), 5 * dots[0]))
+
+    def body(c: Any, _: Any) -> Any:
+        h = kept(jnp.sin(c))
+        index, table = save_for_recompute(best(h), lax.stop_gradient(h))
+        return tripled(c) * (index + 1) + h * kept(table), None
+
+    def layer(x: Any) -> Any:
+        return lax.scan(body, x, None, length=2)[0]
+
+    both(layer, X)
+
+
+def test_a_mark_of_the_users_is_not_moved() -> None:
+    """A saved value that only passes through a function with another derivative keeps both values apart."""
+
+    @jax.custom_jvp
+    def ten_times(x: Any) -> Any:
+        return x
+
+    ten_times.defjvp(lambda primals, dots: (ten_times(*primals), 10 * dots[0]))
+
+    def layer(x: Any, y: Any) -> Any:
+        def body(c: Any, _: Any) -> Any:
+            table = jnp.exp(y)
+            (marked,) = save_for_recompute(ten_times(table))
+            return jnp.sin(c) * marked * table, None
+
+        return lax.scan(body, x, None, length=2)[0].sum()
+
+    for way in WAYS.values():
+        same(way(jax.grad(remat(layer)))(X, X), way(jax.grad(layer))(X, X))
+        with pytest.raises(GradientError):
+            way(jax.grad(remat(layer), 1))(X, X)
+
+
+def test_while_in_forward_mode() -> None:
+    def layer(x: Any) -> Any:
+        def body(state: Any) -> Any:
+            n, c = state
+            return n + 1, jnp.sin(c) * (save_for_recompute(best(c))[0] + 1)
+
+        return lax.while_loop(lambda state: state[0] < 3, body, (0, x))[1]
+
+    for way in WAYS.values():
+        same(way(lambda x: jax.jvp(remat(layer), (x,), (x,)))(X), way(lambda x: jax.jvp(layer, (x,), (x,)))(X))
+    with pytest.raises(ValueError, match=r"while_loop"):
+        jax.grad(lambda x: remat(layer)(x).sum())(X)
+
+
+# ------------------------------------------------------------------------------------- layers in inner traces
+
+
+def routed(x: Any, w: Any) -> Any:
+    (index,) = save_for_recompute(best(x @ w))
+    return jnp.tanh(x @ w) * (index + 1)
+
+
+WS = jnp.stack([W, W * 0.5, W.T])
+
+
+@ways
+@pytest.mark.parametrize("lane", LANES)
+def test_scan_of_regions_and_a_region_around_it(lane: Any, way: str) -> None:
+    def net(layer: Layer, x: Any, ws: Any) -> Any:
+        return lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0]
+
+    inner = remat(routed, mode=lane)
+    step = WAYS[way](gradient(lambda x, ws: net(inner, x, ws)))
+    want = WAYS[way](gradient(lambda x, ws: net(routed, x, ws)))(X, WS)
+    same(step(X, WS), want)
+    around = remat(lambda x, ws: net(remat(routed), x, ws))
+    same(WAYS[way](gradient(around))(X, WS), want)
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_vmap_around_a_layer_whose_saves_are_not_all_batched(lane: Any) -> None:
+    def layer(x: Any, t: Any) -> Any:
+        index, table, number = save_for_recompute(best(x), lax.stop_gradient(t) * 2, 5)
+        assert type(number) is int
+        return jnp.sin(x).sum() * (index + 1) * table.sum() * number
+
+    forms: list[Callable[[Any], Any]] = [
+        lambda f: jax.vmap(jax.grad(f), (0, None))(X, X[0]),
+        lambda f: jax.vmap(jax.grad(f, (0, 1)), (None, 0))(X, X),
+        lambda f: jax.grad(lambda x: jax.vmap(f, (0, None))(x, X[0]).sum())(X),
+        lambda f: jax.vmap(jax.vmap(jax.grad(f), (0, None)), (None, 0))(X, X),
+        lambda f: jax.jit(jax.vmap(jax.grad(f), (1, None)))(X, X[0]),
+    ]
+    for form in forms:
+        same(form(in_lane(lane)(layer)), form(layer))
+
+
+@ways
+def test_a_gradient_taken_inside_a_layer(way: str) -> None:
+    def outside(x: Any) -> Any:
+        (index,) = save_for_recompute(best(x))
+        return jax.grad(lambda x: (jnp.sin(x) ** 2).sum() * (index + 1))(x)
+
+    def inside(x: Any) -> Any:
+        return jax.grad(lambda x: (jnp.sin(x) ** 2).sum() * (save_for_recompute(best(x))[0] + 1))(x)
+
+    want = WAYS[way](gradient(outside))(X)
+    for layer in (outside, inside):
+        same(WAYS[way](gradient(remat(layer)))(X), want)
+    same(WAYS[way](gradient(remat(outside, mode="custom_vjp")))(X), want)
+
+
+@ways
+def test_a_closed_over_decision_function_sees_no_gradient(way: str) -> None:  # R5
+    def net(wrap: Any, w: Any, x: Any) -> Any:
+        def layer(x: Any) -> Any:
+            return jnp.sin(x @ w) * lax.stop_gradient(recompute_once(lambda: jnp.exp(x @ w)))
+
+        return wrap(layer)(x)
+
+    for lane in LANES:
+        got = WAYS[way](gradient(lambda w, x, lane=lane: net(in_lane(lane), w, x)))(W, X)
+        same(got, WAYS[way](gradient(lambda w, x: net(bare, w, x)))(W, X))
