@@ -89,11 +89,11 @@ def lead(found: Results) -> str:
     assert found.jax is not None
     steps = len(found.jax.ways[0].losses)
     cause = (
-        "XLA keeps more precision inside a fusion than the type asks for: the forward's router sees numbers that were "
-        "not yet rounded to bfloat16, while the recompute starts from the layer's rounded input. Scores that almost "
-        "tie then change places."
+        "It can route otherwise all the same. XLA keeps more precision inside a fusion than the type asks for: the "
+        "forward's router sees numbers that were not yet rounded to bfloat16, while the recompute starts from the "
+        "layer's rounded input. Scores that almost tie then change places."
         if found.options["precision"] == "bfloat16"
-        else "In bfloat16, that is: in float32 there is no rounding that XLA could leave out."
+        else "In bfloat16 it can route otherwise all the same; in float32 there is no rounding for XLA to leave out."
     )
     fewer = f" instead of {found.options['steps']}, since compiling takes much of the time" * (
         steps < found.options["steps"]
@@ -101,7 +101,7 @@ def lead(found: Results) -> str:
     return (
         f"The same model from the same weights, {steps} steps each way{fewer}: compute in "
         f"{found.options['precision']}, weights in float32, each step under jit. Biases are passed in and handed back, "
-        "so a layer that runs again finds those of the forward. It can route otherwise all the same. "
+        "so a layer that runs again finds those of the forward. "
         f"{cause} The layer's code is the same in all three columns; only what is wrapped around it differs."
     )
 
@@ -153,8 +153,8 @@ def plots() -> list[Plot]:
         Plot(
             "jax_flips",
             "Tokens whose experts change in the recompute",
-            "jax.checkpoint, step by step, the layers on top of each other. Layers without a colour never flipped. Blue, "
-            "along the bottom: ours.",
+            "jax.checkpoint, step by step, the layers on top of each other; layers that are not named never flipped. "
+            "Along the bottom, in blue: ours.",
             _flips_seen,
             worthwhile=lambda found: _ways(found, "jax") != [],
         ),

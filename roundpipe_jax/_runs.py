@@ -133,7 +133,8 @@ class JaxRun(Run):
         return unflatten(spec, iter(leaves))
 
     def _forget_earlier_trace(self, key: Key, place: Place) -> None:
-        # JAX may trace one scan body twice, to settle the types of its carry. That is not a second save (R4).
+        # An inner function may be traced at several points of the layer, and whether it is depends on JAX's caches.
+        # Each trace has its own tags, so that the same line saving again takes nothing from the first save (R4).
         before = self.slot.entries.get(key)
         if before is not None and before.place == place:
             del self.slot.entries[key]

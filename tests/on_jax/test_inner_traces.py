@@ -227,17 +227,6 @@ def test_a_jitted_function_that_saves_a_number_saves_it_in_every_call() -> None:
     assert jax.grad(lambda x: f(f(x)))(1.0) == 9
 
 
-def test_a_scan_body_that_jax_traces_twice_to_settle_its_types_saves_once() -> None:  # R4
-    def layer(x: Any) -> Any:
-        def body(carry: Any, x: Any) -> Any:
-            (up,) = save_for_recompute(x > 0)
-            return carry * 1 + jnp.where(up, jnp.sin(x), x), None
-
-        return jax.lax.scan(body, 0.0, x[:, 0])[0]  # a weakly typed carry becomes a strong one
-
-    np.testing.assert_allclose(jax.jit(jax.grad(remat(layer)))(X), jax.grad(layer)(X), rtol=1e-6)
-
-
 def test_a_save_in_a_function_with_its_own_derivative_is_refused() -> None:
     @jax.custom_jvp
     def inner(x: Any) -> Any:

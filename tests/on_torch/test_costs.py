@@ -145,3 +145,23 @@ def test_backward_asks_the_device_nothing() -> None:
 
     assert syncs(torchs, False) == 2 * E + 2  # one_hot asks for the range too
     assert syncs(checkpoint, True) == 0
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_hooks_around_a_region_see_every_tensor_argument_wherever_it_stands(use_reentrant) -> None:
+    """Offloading by `save_on_cpu` and the like: a keyword in a closure would stay on the device."""
+    seen = []
+
+    def pack(tensor):
+        seen.append(tensor.data_ptr())
+        return tensor.clone()
+
+    w, nested, x = (torch.randn(3, 3) for _ in range(3))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+        h = x.requires_grad_() * 1.0
+        y = checkpoint(
+            lambda h, *, w, d: (h @ w + d["a"][0]).sin(), h, w=w, d={"a": [nested]}, use_reentrant=use_reentrant
+        )
+    assert sorted(seen) == sorted(tensor.data_ptr() for tensor in (h, w, nested))
+    y.sum().backward()
+    assert torch.equal(x.grad, (x.detach() @ w + nested).cos() @ w.t())
