@@ -1,4 +1,4 @@
-"""How to train, in any framework."""
+"""How to train, in any framework, and the names of the ways."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class DivergedError(Exception):
 
 
 class Settings(NamedTuple):
-    """How to train. AdamW, whose rate rises over the first steps."""
+    """AdamW, with a rate that rises over the first steps."""
 
     steps: int
     learning_rate: float

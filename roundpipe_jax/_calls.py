@@ -185,7 +185,7 @@ class Call:
         template = Template(slot, saved)
         if None not in key:
             keep(self.fun, key, not any(map(is_float, saved)))
-        return self._differentiable(stop_gradients(outputs), shape, saved, template, None)
+        return self._differentiable(stop_gradients(outputs), shape, saved, template, None, {})
 
     def _forward_at_once(self, slot: Slot, cut: bool) -> Any:
         arrays = stop_gradients(self.arrays) if cut else self.arrays
@@ -210,15 +210,27 @@ class Call:
             run = found.made.get("run") or found.made.setdefault("run", jax.jit(_named(program.run, self.fun)))
         ran = run(stop_gradients(program.consts), stop_gradients(self.arrays))
         count = len(program.out[0])
-        return self._differentiable(ran[:count], found.shape, ran[count:], found.template, program)
+        known = found.made if program.cached else {}
+        return self._differentiable(ran[:count], found.shape, ran[count:], found.template, program, known)
 
     def _differentiable(
-        self, outputs: list[Any], shape: Split, saved: list[Any], template: Template, forward: Program | None
+        self,
+        outputs: list[Any],
+        shape: Split,
+        saved: list[Any],
+        template: Template,
+        forward: Program | None,
+        known: dict[Hashable, Any],
     ) -> Any:
         """The outputs of the forward, with the gradient of the recompute."""
-        program = self._recomputed(shape, saved, template)
+        program: Program | None = known.get("recompute")
+        if program is None:
+            program = self._recomputed(shape, saved, template)
+            again: Split = program.out[1].value.shape
+            _check_agreement(label_of(self.label), outputs, shape, program.out[0], again)
+            if program.cached:
+                known["recompute"] = program
         found: Recompute = program.out[1].value
-        _check_agreement(label_of(self.label), outputs, shape, program.out[0], found.shape)
         check_matches(self.options.policy, program.jaxpr, label_of(self.label))
         floats = any(is_float(array) for array in saved)
         forward = forward if floats else None
@@ -226,8 +238,8 @@ class Call:
         inputs = [*program.consts, *self.arrays]
         note(label_of(self.label), lane.recompute, saved, inputs, self.options.policy, tags=False)
         if self.options.verify != "off":
-            again = functools.partial(self.layer.decided_again, template)
-            verified(label_of(self.label), self.options.verify, again, outputs, shape, saved, template, self.arrays)
+            decide = functools.partial(self.layer.decided_again, template)
+            verified(label_of(self.label), self.options.verify, decide, outputs, shape, saved, template, self.arrays)
         consts = forward.consts if forward is not None else []
         try:
             result = lane(outputs, saved, inputs, consts)
@@ -267,7 +279,7 @@ class Call:
         lane = found.made.get(key)
         if lane is None:
             kind = ResidualLane if self.options.mode == "custom_vjp" else CheckpointLane
-            lane = kind(program, forward=forward, slots=slots, barrier=self.barrier, policy=policy)
+            lane = kind(program.pruned(), forward=forward, slots=slots, barrier=self.barrier, policy=policy)
             found.made[key] = lane
         return lane
 

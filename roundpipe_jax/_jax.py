@@ -16,6 +16,7 @@ __all__ = [
     "fresh_var",
     "is_float",
     "is_remat3",
+    "is_running",
     "is_tracer",
     "named",
     "optimization_barrier",
@@ -45,6 +46,12 @@ def cannot_name() -> bool:
     """Whether naming a value would fail: the coming `jax.checkpoint` has no rule for names under `jax.vmap`."""
     state: Any = jax.extend.core
     return is_remat3() and bool(state.unsafe_am_i_under_a_vmap_DO_NOT_USE())
+
+
+def is_running() -> bool:
+    """Whether operations run now, maybe batched or differentiated, and are not traced for later."""
+    state: Any = jax.extend.core
+    return not state.unsafe_am_i_under_a_jit_DO_NOT_USE()
 
 
 def is_tracer(value: Any) -> bool:

@@ -22,7 +22,7 @@ from roundpipe_core._phase import Phase, Run, thread
 from roundpipe_core._slots import Key, Place, Slot, spoken, where
 from roundpipe_core._trees import Spec, flatten, paths, unflatten
 
-from ._jax import cannot_name, concrete_value, is_float, is_tracer, named, trace_state, user_context
+from ._jax import cannot_name, concrete_value, is_float, is_running, is_tracer, named, trace_state, user_context
 
 __all__ = [
     "SAVED",
@@ -85,6 +85,8 @@ class JaxRun(Run):
         # An inner function that was traced knowing the phase is cached by JAX. What it learned, or the tracers
         # it closed over, must not reach another region.
         if not self.fresh and trace_state() != self.home:
+            if self.phase is Phase.FORWARD and is_running():
+                raise NeedsTags  # under vmap or grad in eager mode, before the decision is made there (R8)
             raise NeedsFreshTraces
 
     def save(self, data: tuple[Any, ...], name: str | None, place: Place) -> tuple[Any, ...]:
@@ -101,6 +103,8 @@ class JaxRun(Run):
         return stop_gradients(values)
 
     def _decide(self, function: Callable[[], T]) -> T:
+        if self.phase is Phase.FORWARD and not self.tags and trace_state() != self.home:
+            raise NeedsTags  # before the decision is made, which happens once (R8)
         with _traced_for(Phase.OFF):
             value: T = super()._decide(function)
         if self.phase is not Phase.FORWARD:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr
+from jax.interpreters import partial_eval
 
 __all__ = ["Program", "keep", "recall", "stage"]
 
@@ -28,6 +29,12 @@ class Program(NamedTuple):
     def consts(self) -> list[Any]:
         """What the function closed over, tracers included."""
         return list(self.jaxpr.consts)
+
+    def pruned(self) -> Program:
+        """Without what no output needs, such as a decision whose saved value is used instead."""
+        jaxpr = self.jaxpr.jaxpr
+        kept, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+        return self._replace(jaxpr=ClosedJaxpr(kept, self.jaxpr.consts))
 
     def run(self, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """Execute, or trace into another program."""

@@ -50,32 +50,41 @@ QUICKLY = {"xla_backend_optimization_level": 0}
 TINY = weights.Sizes(layers=1, D=16, E=4, K=2, L=12, V=32, heads=2, dropout=0.0)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report of a small run in both frameworks. Its time is that of XLA's compiler, whose last stage is cut short."""
-    out = tmp_path_factory.mktemp("demo")
-    in_jax.COMPILER.update(QUICKLY)
-    assert moe_lm.main([*SMALL, "--out", str(out)]) == 0
-    return out
+# One run, looked at from several sides. Its time is that of XLA's compiler, and a fixture would be paid for by each
+# worker that runs some of the tests.
 
 
-@pytest.fixture(scope="module")
-def report(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "report.json").read_text(encoding="utf-8"))
+def test_a_small_run_in_both_frameworks(
+    tmp_path: Path, subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_jax, "COMPILER", QUICKLY)
+    assert moe_lm.main([*SMALL, "--out", str(tmp_path)]) == 0
+
+    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    ways = {way["name"]: way for way in report["jax"]["ways"]}
+    for look in (
+        ours_routes_as_the_forward_did_and_has_the_gradient_of_that,
+        jax_checkpoint_flips_tokens_and_its_gradient_is_off,
+        ours_decides_once,
+        all_ways_start_alike_and_learn,
+    ):
+        with subtests.test(look.__name__):
+            look(ways)
+    with subtests.test("the probe does not change what it looks at"):
+        assert report["jax"]["probe_is_harmless"] is True
+    with subtests.test("both frameworks compute the same loss"):
+        both_compute_the_same_loss(report)
+    with subtests.test("the page has a section for each framework"):
+        the_page_has_a_section_for_each_framework(tmp_path, report)
 
 
-@pytest.fixture(scope="module")
-def ways(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {way["name"]: way for way in report["jax"]["ways"]}
-
-
-def test_ours_routes_as_the_forward_did_and_has_the_gradient_of_that(ways: dict[str, dict[str, Any]]) -> None:
+def ours_routes_as_the_forward_did_and_has_the_gradient_of_that(ways: dict[str, dict[str, Any]]) -> None:
     assert ways["ours"]["flipped"] == [[0, 0]] * 6
     assert ways["ours"]["pinned_error"] == 0
     assert set(ways["ours"]["pinned_errors"].values()) == {0.0}
 
 
-def test_jax_checkpoint_flips_tokens_and_its_gradient_is_off(ways: dict[str, dict[str, Any]]) -> None:
+def jax_checkpoint_flips_tokens_and_its_gradient_is_off(ways: dict[str, dict[str, Any]]) -> None:
     assert sum(map(sum, ways["jax"]["flipped"])) > 0
     assert ways["jax"]["flipped_steps"] > 0
     assert ways["jax"]["flipped"][0] != [0, 0]  # else the first gradient has nothing to be off by
@@ -83,15 +92,11 @@ def test_jax_checkpoint_flips_tokens_and_its_gradient_is_off(ways: dict[str, dic
     assert ways["none"]["flipped"] is None
 
 
-def test_the_probe_does_not_change_what_it_looks_at(report: dict[str, Any]) -> None:
-    assert report["jax"]["probe_is_harmless"] is True
-
-
-def test_ours_decides_once(ways: dict[str, dict[str, Any]]) -> None:
+def ours_decides_once(ways: dict[str, dict[str, Any]]) -> None:
     assert {name: way["decisions"] for name, way in ways.items()} == {"none": 1, "jax": 2, "ours": 1}
 
 
-def test_all_ways_start_alike_and_learn(ways: dict[str, dict[str, Any]]) -> None:
+def all_ways_start_alike_and_learn(ways: dict[str, dict[str, Any]]) -> None:
     assert len({way["losses"][0] for way in ways.values()}) == 1
     for way in ways.values():
         assert len(way["losses"]) == 6
@@ -99,7 +104,7 @@ def test_all_ways_start_alike_and_learn(ways: dict[str, dict[str, Any]]) -> None
         assert way["held_out_loss"] < way["losses"][0]
 
 
-def test_both_frameworks_compute_the_same_loss(report: dict[str, Any]) -> None:
+def both_compute_the_same_loss(report: dict[str, Any]) -> None:
     one, two = report["ways"][0]["losses"], report["jax"]["ways"][0]["losses"]
     compared = report["frameworks_compared"]
 
@@ -111,7 +116,7 @@ def test_both_frameworks_compute_the_same_loss(report: dict[str, Any]) -> None:
     assert compared["loss_difference"] < 0.05
 
 
-def test_the_page_has_a_section_for_each_framework(folder: Path, report: dict[str, Any]) -> None:
+def the_page_has_a_section_for_each_framework(folder: Path, report: dict[str, Any]) -> None:
     page = (folder / "report.html").read_text(encoding="utf-8")
 
     assert re.findall(r"<h2>(.*?)</h2>", page) == ["PyTorch", "JAX", "How it was measured"]
@@ -121,6 +126,9 @@ def test_the_page_has_a_section_for_each_framework(folder: Path, report: dict[st
     assert {path.stem for path in folder.glob("jax_*.png")} == {"jax_loss", "jax_flips", "jax_gradient"}
     assert report["ours_followed_the_oracle"] is True
     assert report["ours_kept_the_routing_in_jax"] is True
+
+
+# Parts
 
 
 def test_without_rounding_both_frameworks_have_the_same_gradient() -> None:

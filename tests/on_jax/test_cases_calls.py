@@ -66,7 +66,7 @@ def branches(x: Any) -> Any:
 @lanes
 def test_branches_loops_and_sizes_alternate(lane: Any) -> None:
     layer = remat(branches, mode=lane)
-    for scale in (1.0, -1.0, 3.0, 1.0, -0.2, 3.0):
+    for scale in (1.0, -1.0, 1.0, 3.0):
         same(jax.grad(layer)(jnp.abs(X) * scale), jax.grad(branches)(jnp.abs(X) * scale))
 
 
@@ -128,6 +128,8 @@ def test_saved_containers_and_numpy_arrays_are_those_of_the_save(lane: Any, way:
             a[:] = 7
             n.append(1)
             t["k"] = 0
+            again = get_recompute_data()
+            assert (again[0].sum(), *again[1:]) == (3, [1, 2], {"k": 3})
         else:
             array[:] = 100
             numbers.append(9)

@@ -300,3 +300,20 @@ def test_randomness_is_explicit_and_lines_up() -> None:  # R7
 
     key = jax.random.key(1)
     np.testing.assert_allclose(jax.grad(remat(layer))(X, key), jax.grad(layer)(X, key), rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["checkpoint", "custom_vjp"])
+def test_a_decision_in_the_arguments_of_a_save_runs_once_in_eager_mode_too(mode: Any) -> None:  # R8
+    calls = []
+
+    def decide(x: Any) -> Any:
+        calls.append(1)
+        return np.int32(len(calls))
+
+    def layer(x: Any) -> Any:
+        shape = jax.ShapeDtypeStruct((), jnp.int32)
+        (n,) = save_for_recompute(jax.pure_callback(decide, shape, jax.lax.stop_gradient(x)))
+        return jnp.sin(x).sum() * n
+
+    jax.block_until_ready(jax.grad(remat(layer, mode=mode))(X))
+    assert calls == [1]
