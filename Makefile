@@ -1,5 +1,5 @@
 # make test    lint, types, import contract, the whole suite
-# make demo    train a small MoE language model four ways, report in build/demo
+# make demo    train a small MoE language model with and without checkpointing, report in build/demo
 # make bench   the measurements behind the figures in the docs
 # make docs    the documentation as a site, in build/site
 # make clean   remove .venv, build and caches
