@@ -8,7 +8,6 @@ forwards before one backward cannot mix them.
 from __future__ import annotations
 
 import copy
-import types
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -18,9 +17,9 @@ import numpy as np
 from roundpipe_core._slots import Entry, Slot
 from roundpipe_core._trees import Node, Spec, paths
 
-from ._arguments import AsIs
+from ._identity import token, tree_token
 
-__all__ = ["Held", "Split", "Template", "is_array", "signature", "split", "token"]
+__all__ = ["Held", "Split", "Template", "is_array", "signature", "split"]
 
 
 @jax.tree_util.register_pytree_node_class
@@ -58,8 +57,8 @@ class Split:
 
     def key(self) -> Hashable:
         """Equal for splits that a function cannot tell apart; None if that cannot be known."""
-        tokens = [token(leaf) for leaf in self.rest]
-        return None if None in tokens else (self.tree, tuple(self.array), tuple(tokens))
+        tokens = [tree_token(self.tree), *map(token, self.rest)]
+        return None if None in tokens else (tuple(self.array), *tokens)
 
 
 def split(value: Any) -> tuple[list[Any], Split]:
@@ -68,22 +67,6 @@ def split(value: Any) -> tuple[list[Any], Split]:
     array = [is_array(leaf) for leaf in leaves]
     arrays = [leaf for leaf, one in zip(leaves, array, strict=True) if one]
     return arrays, Split(tree, array, [leaf for leaf, one in zip(leaves, array, strict=True) if not one])
-
-
-_ATOMS = (int, float, complex, str, bytes, type, np.dtype, types.BuiltinFunctionType)
-
-
-def token(leaf: Any) -> Hashable:
-    """A key for a static value that cannot change behind our back; None for any other."""
-    if isinstance(leaf, AsIs):
-        inner = token(leaf.value)
-        return None if inner is None else (AsIs, inner)
-    if isinstance(leaf, _ATOMS) or leaf is None or leaf is Ellipsis:
-        return type(leaf), leaf, str(leaf) if isinstance(leaf, float) else None  # -0.0 is not 0.0
-    function = leaf
-    while hasattr(function, "__wrapped__"):  # jnp functions are jitted
-        function = function.__wrapped__
-    return leaf if isinstance(function, types.FunctionType) and not function.__closure__ else None
 
 
 class Template:

@@ -10,6 +10,7 @@ from roundpipe_core._errors import OptionError, message
 
 from . import _arguments
 from ._calls import Call, Mode, Options, Verify
+from ._identity import see_through
 
 __all__ = ["Mode", "Verify", "checkpoint", "remat"]
 
@@ -136,6 +137,7 @@ def _wrapped(fun: Any, options: Options) -> Any:
     def layer(*args: Any, **kwargs: Any) -> Any:
         return Call(fun, options, args, kwargs).result()
 
+    see_through(layer)
     return layer
 
 

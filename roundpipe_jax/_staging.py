@@ -1,6 +1,6 @@
 """Tracing a function into a program, once where that is safe.
 
-A trace may be used again only if the function cannot have changed: functions with closure cells, bound methods and
+A trace may be used again only if the function cannot have changed, see `_identity`. Closures, bound methods and
 callable objects hold state that may be replaced between two calls, so they are traced afresh each time.
 """
 
@@ -15,7 +15,9 @@ import jax
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters import partial_eval
 
-__all__ = ["Program", "keep", "recall", "stage"]
+from ._identity import reach
+
+__all__ = ["Program", "memory", "stage"]
 
 
 class Program(NamedTuple):
@@ -55,18 +57,23 @@ def stage(function: Callable[..., Any], args: Sequence[Any], jitted: Any = None)
     return Program(jaxpr, out)
 
 
-# What is known about a function lives as long as the function does.
-_known: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+# What is known about a function lives as long as the function does, and no longer than what the function reads.
+_known: weakref.WeakKeyDictionary[Any, tuple[Hashable, dict[Hashable, Any]]] = weakref.WeakKeyDictionary()
 
 
-def recall(function: Any, key: Hashable) -> Any:
-    """What `keep` stored under `key` for `function`, or None."""
-    return _known.get(function, {}).get(key) if isinstance(function, types.FunctionType) else None
+def memory(function: Any) -> dict[Hashable, Any] | None:
+    """Where to keep what is known about `function`, none of which may hold it; None if it may change unseen."""
+    if not isinstance(function, types.FunctionType):
+        return None
+    key = reach(function)
+    if key is None:
+        _known.pop(function, None)
+        return None
+    before, known = _known.get(function, (None, {}))
+    if before != key or len(known) > _MANY:
+        known = {}
+        _known[function] = key, known
+    return known
 
 
-def keep(function: Any, key: Hashable, value: Any) -> bool:
-    """Store `value`, which must not hold `function`, if `function` cannot change. Says whether it did."""
-    if key is None or not isinstance(function, types.FunctionType) or function.__closure__:
-        return False
-    _known.setdefault(function, {})[key] = value
-    return True
+_MANY = 500  # static arguments that are never the same twice

@@ -256,10 +256,13 @@ class Frame:
         before = self.trace.leaves.get(ours)
         if before is None or again is None:
             return None
-        if before.identity != again.identity:
-            known = again.parameter or any(again.identity == leaf.identity for leaf in self.trace.leaves.values())
-            return other_parameter(self.slot.label, str(self.trace.packs[ours])) if known else None
-        return tensor_changed(self.slot.label, value) if before.version != again.version else None
+        then, now = before.tensor(), again.tensor()
+        if then is now:
+            return tensor_changed(self.slot.label, value) if before.version != again.version else None
+        if then is None or now is None:  # hooks around the region may give copies of its inputs
+            return None
+        known = again.parameter or any(now is leaf.tensor() for leaf in self.trace.leaves.values())
+        return other_parameter(self.slot.label, str(self.trace.packs[ours])) if known else None
 
     def check(self, holder: Holder, made_for: str) -> None:
         """Refuse a partner found by order if another kind of node saved it."""

@@ -63,7 +63,7 @@ class Saved(NamedTuple):
 class Leaf(NamedTuple):
     """A weight or other leaf of the graph that was saved."""
 
-    identity: int
+    tensor: weakref.ref[torch.Tensor]
     version: int
     parameter: bool
 
@@ -112,7 +112,9 @@ class Trace:
         if tensor.requires_grad:
             weight = tensor if tensor.is_leaf else tensor._base  # a linear layer saves a view of its weight
             if weight is not None and weight.is_leaf:
-                self.leaves[len(self.packs)] = Leaf(id(weight), weight._version, type(weight) is not torch.Tensor)
+                self.leaves[len(self.packs)] = Leaf(
+                    weakref.ref(weight), weight._version, type(weight) is not torch.Tensor
+                )
         what = (tensor.shape, tensor.dtype, tensor.device, count - self.base, line)
         self.packs.append(tuple.__new__(Saved, what))  # half the time of Saved(...)
         self.numbers.append(count - 1)

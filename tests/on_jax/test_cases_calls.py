@@ -63,16 +63,14 @@ def branches(x: Any) -> Any:
     return x.ravel()[rows].sum() * len(rows)
 
 
-@lanes
-def test_branches_loops_and_sizes_alternate(lane: Any) -> None:
-    layer = remat(branches, mode=lane)
+def test_branches_loops_and_sizes_alternate() -> None:
+    layer = remat(branches)
     for scale in (1.0, -1.0, 1.0, 3.0):
         same(jax.grad(layer)(jnp.abs(X) * scale), jax.grad(branches)(jnp.abs(X) * scale))
 
 
-@lanes
-def test_a_graph_kept_while_its_function_runs_otherwise(lane: Any) -> None:
-    layer = remat(branches, mode=lane)
+def test_a_graph_kept_while_its_function_runs_otherwise() -> None:
+    layer = remat(branches, mode="custom_vjp")
     _, first = jax.vjp(layer, jnp.abs(X))
     _, second = jax.vjp(layer, -jnp.abs(X))
     for _ in range(2):
@@ -152,8 +150,7 @@ def test_caches_cleared_between_forward_and_backward(way: str) -> None:
 
 
 @pytest.mark.parametrize("where", [False, True], ids=["forward", "recompute"])
-@lanes
-@ways
+@pytest.mark.parametrize(("lane", "way"), [("checkpoint", "eager"), ("custom_vjp", "jit")])
 def test_another_try_after_an_exception(where: bool, lane: Any, way: str) -> None:  # R11
     fails = [True]
 
@@ -227,8 +224,11 @@ def test_threads_that_share_a_layer() -> None:
     assert faults == []
 
 
-@ways
-@pytest.mark.parametrize("modes", [LANES[:1] * 4, LANES[1:] * 4, LANES * 2, LANES[::-1] * 2], ids=str)
+@pytest.mark.parametrize(
+    ("modes", "way"),
+    [(LANES[:1] * 4, "eager"), (LANES[1:] * 4, "jit"), (LANES * 2, "jit"), (LANES[::-1] * 2, "eager")],
+    ids=str,
+)
 def test_four_levels_of_regions_decide_once(modes: Any, way: str) -> None:  # R8
     def program(router: Any, wrap: Any) -> Any:
         def level(n: int, first: int) -> Any:

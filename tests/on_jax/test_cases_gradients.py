@@ -172,8 +172,7 @@ def test_forward_over_forward_and_grad_of_forward() -> None:
 # --------------------------------------------------------------------------------------------------- types
 
 
-@lanes
-@ways
+@pytest.mark.parametrize(("lane", "way"), [("checkpoint", "eager"), ("custom_vjp", "jit")])
 def test_types_weak_types_and_integers_come_back(lane: Any, way: str) -> None:
     def layer(x: Any, s: Any) -> Any:
         (index,) = save_for_recompute(best(x))
@@ -192,8 +191,7 @@ def test_types_weak_types_and_integers_come_back(lane: Any, way: str) -> None:
             same(step(remat(layer, mode=lane)), step(layer), 2e-5 if dtype == jnp.float32 else 1e-2)
 
 
-@lanes
-@ways
+@pytest.mark.parametrize(("lane", "way"), [("checkpoint", "jit"), ("custom_vjp", "eager")])
 def test_keys_complex_numbers_and_integer_arguments(lane: Any, way: str) -> None:
     def layer(x: Any, key: Any, n: Any) -> Any:
         one, two = jax.random.split(key)
@@ -220,8 +218,7 @@ def test_a_python_number_as_the_argument(lane: Any) -> None:
     same(jax.grad(remat(layer, mode=lane))(2.0), jax.grad(layer)(2.0))
 
 
-@lanes
-@ways
+@pytest.mark.parametrize(("lane", "way"), [("checkpoint", "eager"), ("custom_vjp", "jit")])
 def test_outputs_that_are_inputs_none_strings_and_objects(lane: Any, way: str) -> None:
     thing = object()
 
