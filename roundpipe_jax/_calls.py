@@ -13,6 +13,7 @@ It goes one of four ways.
 from __future__ import annotations
 
 import functools
+import types
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -25,12 +26,13 @@ from roundpipe_core._slots import Slot, label_of
 
 from . import _arguments
 from ._explain import note
+from ._identity import bare_code
 from ._jax import is_float, is_remat3, is_tracer
-from ._packing import Held, Split, Template, split
+from ._packing import Held, Split, Template, in_jax, split
 from ._policies import check_matches, with_tags
 from ._regions import CheckpointLane, ResidualLane
 from ._runs import JaxRun, NeedsFreshTraces, NeedsTags, NeedsTangents, execute, is_abstract, stop_gradients
-from ._staging import Program, keep, recall, stage
+from ._staging import Program, hint, hinted, memory, stage
 from ._tags import lead_through_tags
 from ._verify import verified
 
@@ -77,10 +79,20 @@ class Layer(NamedTuple):
     fun: Callable[[], Any]  # gives the function: some that are kept must not keep it alive
     arguments: Split
     label: Any
+    kind: int  # the same for calls that likely need the same form
 
     def apply(self, arrays: Sequence[Any]) -> Any:
         args, kwargs = _arguments.without_static(*self.arguments.join(arrays))
         return self.fun()(*args, **kwargs)
+
+    def started(self, attempt: Callable[[bool], Any]) -> Any:
+        """`attempt(False)`, or `attempt(True)` if it turns out that its traces have to be its own."""
+        if not hinted("fresh", self.kind):
+            try:
+                return attempt(False)
+            except NeedsFreshTraces:
+                hint("fresh", self.kind)
+        return attempt(True)
 
     def forward(self, arrays: Sequence[Any], slot: Slot, *, fresh: bool, **options: bool) -> tuple[Any, JaxRun]:
         """The value of the forward, and the run it was."""
@@ -89,15 +101,11 @@ class Layer(NamedTuple):
 
     def forward_program(self, *arrays: Any) -> tuple[list[Any], list[Any], Held]:
         """To be traced: outputs, saved arrays, `Forward`."""
-        slot, names = Slot(self.label), not is_remat3()  # which cannot name under vmap
-        try:
-            value, run = self.forward(arrays, slot, fresh=False, names=names)
-        except NeedsFreshTraces:
-            slot = Slot(self.label)
-            value, run = self.forward(arrays, slot, fresh=True, names=names)
+        names = not is_remat3()  # which cannot name under vmap
+        value, run = self.started(lambda fresh: self.forward(arrays, Slot(self.label), fresh=fresh, names=names))
         outputs, shape = split(value)
         saved: list[Any] = []
-        template = Template(slot, saved)
+        template = Template(run.slot, saved)
         return outputs, saved, Held(Forward(shape, template, run.asked))
 
     def tagged_program(self, *arrays: Any) -> tuple[list[Any], Held]:
@@ -108,10 +116,7 @@ class Layer(NamedTuple):
 
     def recompute_program(self, template: Template, saved: Sequence[Any], arrays: Sequence[Any]) -> Any:
         """To be traced: outputs, `Recompute`."""
-        try:
-            value = self._recompute(template, saved, arrays, fresh=False)
-        except NeedsFreshTraces:
-            value = self._recompute(template, saved, arrays, fresh=True)
+        value = self.started(lambda fresh: self._recompute(template, saved, arrays, fresh))
         outputs, shape = split(value)
         return outputs, Held(Recompute(shape))
 
@@ -131,14 +136,32 @@ class Call:
 
     def __init__(self, fun: Any, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.fun, self.options = fun, options
-        self.label = options.label or fun
+        self.label = options.label or _labelled(fun)
         if options.static_argnums or options.static_argnames:
             args, kwargs = _arguments.with_static(
                 label_of(self.label), fun, args, kwargs, options.static_argnums, options.static_argnames
             )
-        self.arrays, self.arguments = split((args, kwargs))
-        self.layer = Layer(lambda: fun, self.arguments, self.label)
+        arrays, self.arguments = split((args, kwargs))
+        self.arrays = [in_jax(array) for array in arrays]
+        self.layer = Layer(lambda: fun, self.arguments, self.label, self._kind())
         self.barrier = _arguments.barriers(options.prevent_cse, args, kwargs, self.arguments.array)
+
+    def _kind(self) -> int:
+        alike = self.key or (tuple(self.arguments.array), self.arguments.tree)
+        try:
+            return hash((bare_code(self.fun), alike))
+        except TypeError:  # something in the structure of the arguments
+            return hash(bare_code(self.fun))
+
+    @functools.cached_property
+    def key(self) -> Hashable:
+        """Equal for calls whose arguments differ in their arrays only; None if that cannot be known."""
+        return self.arguments.key()
+
+    @functools.cached_property
+    def memory(self) -> dict[Hashable, Any] | None:
+        """What earlier calls found out about the layer, if it cannot have changed since."""
+        return None if self.key is None else memory(self.fun)
 
     def result(self) -> Any:
         """What the layer returns."""
@@ -151,7 +174,7 @@ class Call:
         if not isinstance(outer, JaxRun) or outer.phase is Phase.OFF:
             return self._outermost(slot)
         if outer.tags:
-            return self._tagged()
+            return self._tagged(inside=True)
         run = JaxRun(phase, slot, home=outer.home, fresh=outer.fresh, cut=outer.cut, names=outer.names)
         value = execute(run, lambda: self.layer.apply(self.arrays))
         outer.asked = outer.asked or run.asked
@@ -161,18 +184,26 @@ class Call:
 
     def _outermost(self, slot: Slot) -> Any:
         references = any(isinstance(array, jax.Ref) for array in self.arrays)  # no derivative rule takes them
-        if not references and not recall(self.fun, "tags"):
+        if references:
+            return self._tagged()
+        if hinted("tags", self.layer.kind):
             try:
-                return self._staged() if any(map(is_abstract, self.arrays)) else self._at_once(slot)
-            except NeedsTags:
-                keep(self.fun, "tags", True)
+                return self._tagged()
+            except MismatchError as error:
+                if not isinstance(error.__cause__, _LOOKED):
+                    raise
+                hint("tags", self.layer.kind, holds=False)
+        try:
+            return self._staged() if any(map(is_abstract, self.arrays)) else self._at_once(slot)
+        except NeedsTags:
+            hint("tags", self.layer.kind)
         return self._tagged()
 
     def _at_once(self, slot: Slot) -> Any:
         # Tangents in the forward serve only the probes on saved floats (R5). A layer that saved none last time
         # runs without, which halves its arithmetic.
-        key = ("saves no float", self.arguments.key())
-        cut = bool(recall(self.fun, key))
+        key = ("saves no float", self.key)
+        cut = self.memory is not None and bool(self.memory.get(key))
         try:
             value = self._forward_at_once(slot, cut)
         except NeedsTangents:
@@ -183,21 +214,19 @@ class Call:
             return value  # nothing here is being differentiated
         saved: list[Any] = []
         template = Template(slot, saved)
-        if None not in key:
-            keep(self.fun, key, not any(map(is_float, saved)))
+        if self.memory is not None:
+            self.memory[key] = not any(map(is_float, saved))
         return self._differentiable(stop_gradients(outputs), shape, saved, template, None, {})
 
     def _forward_at_once(self, slot: Slot, cut: bool) -> Any:
         arrays = stop_gradients(self.arrays) if cut else self.arrays
-        for fresh in (False, True):
+
+        def attempt(fresh: bool) -> Any:
             slot.entries.clear()
             slot.children.clear()
-            try:
-                return self.layer.forward(arrays, slot, fresh=fresh, cut=cut)[0]
-            except NeedsFreshTraces:
-                if fresh:
-                    raise
-        return None
+            return self.layer.forward(arrays, slot, fresh=fresh, cut=cut)[0]
+
+        return self.layer.started(attempt)
 
     def _staged(self) -> Any:
         program = self._program("forward", Layer.forward_program, self.arrays)
@@ -269,7 +298,9 @@ class Call:
                 message(
                     f"layer {label_of(self.label)!r}: the recompute looks at a value that the forward did not save.",
                     [("forward", "ran on values"), ("recompute", "is traced, and has only what was saved")],
-                    "save the decision: `flag, = save_for_recompute(bool(condition))`, and branch on what comes back.",
+                    "save the decision, without looking again in the recompute: "
+                    "`flag = recompute_once(lambda: bool(condition))`, and branch on that; or look only in the forward "
+                    "branch of `if doing_recompute():`, and save there.",
                 )
             ) from error
 
@@ -287,8 +318,8 @@ class Call:
         """Exactly `jax.checkpoint`: the layer knows nothing of phases."""
         return found.shape.join(self._checkpointed(program, found, program, self.options.policy))
 
-    def _tagged(self) -> Any:
-        if self.options.mode == "custom_vjp":
+    def _tagged(self, inside: bool = False) -> Any:
+        if self.options.mode == "custom_vjp" and not inside:  # inside another, the lane is that one's
             raise OptionError(
                 message(
                     f'layer {label_of(self.label)!r}: mode="custom_vjp" cannot keep what is saved inside a scan, cond, '
@@ -363,25 +394,26 @@ class Call:
 
     def _program(self, key: Hashable, function: Callable[..., Any], arrays: Sequence[Any]) -> Program:
         """The program of `function(layer, *arrays)`, from JAX's cache if the layer cannot have changed."""
-        known = self.arguments.key()
-        if key is None or known is None:
+        if key is None or self.memory is None:
             return stage(lambda *values: function(self.layer, *values), arrays)
-        key = (key, known, self.options.label)
-        jitted = recall(self.fun, key)
+        key = (key, self.key, self.options.label)
+        jitted = self.memory.get(key)
         if jitted is None:
-            jitted = jax.jit(_named(_held_weakly(self, function), self.fun))
-            if not keep(self.fun, key, jitted):
-                return stage(lambda *values: function(self.layer, *values), arrays)
+            jitted = self.memory[key] = jax.jit(_named(_held_weakly(self, function), self.fun))
         return stage(lambda *values: function(self.layer, *values), arrays, jitted)
 
 
 def _held_weakly(call: Call, function: Callable[..., Any]) -> Callable[..., Any]:
-    try:
-        fun: Any = weakref.ref(call.fun)
-    except TypeError:  # then it is not kept
-        return lambda *values: function(call.layer, *values)
-    label, arguments = call.options.label, call.arguments
-    return lambda *values: function(Layer(fun, arguments, label or fun()), *values)
+    fun: Any = weakref.ref(call.fun)
+    label, arguments, kind = call.options.label, call.arguments, call.layer.kind
+    return lambda *values: function(Layer(fun, arguments, label or _labelled(fun()), kind), *values)
+
+
+def _labelled(fun: Any) -> Any:
+    """What to call a layer after: the user's function, also behind a transformation of JAX."""
+    while hasattr(fun, "__wrapped__") and not isinstance(fun, types.MethodType):
+        fun = fun.__wrapped__
+    return fun
 
 
 def _named(function: Callable[..., Any], like: Any) -> Callable[..., Any]:

@@ -2,7 +2,8 @@
 
 A trace of a layer shows the layer as it was. It may be used again only as long as nothing that the code reads has
 changed: globals, what those name in turn, defaults, attributes. `token` gives a key that takes all of it by value,
-and None where that cannot be done: closures, objects of the user's classes, generators of random numbers, files.
+and None where that cannot be done: closures, lists and dicts, objects of the user's classes, generators of random
+numbers, files.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class _Walk:
             return "seen", self.seen[id(value)]
         if kind is AsIs:
             return AsIs, self.token(value.value)
-        if kind in (tuple, list, dict, set, frozenset):
+        if kind in (tuple, frozenset):
             return self.container(value)
         if isinstance(value, np.dtype):
             return value
@@ -149,8 +150,6 @@ class _Walk:
         if len(value) > _LONG:
             raise _Unknown
         self.enter(value)
-        if isinstance(value, dict):
-            return dict, self.each(value), self.each(value.values())
         return type(value), self.each(value)
 
     def enter(self, value: Any) -> None:

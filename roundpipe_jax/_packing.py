@@ -12,6 +12,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from roundpipe_core._slots import Entry, Slot
@@ -19,7 +20,7 @@ from roundpipe_core._trees import Node, Spec, paths
 
 from ._identity import token, tree_token
 
-__all__ = ["Held", "Split", "Template", "is_array", "signature", "split"]
+__all__ = ["Held", "Split", "Template", "in_jax", "is_array", "signature", "split"]
 
 
 @jax.tree_util.register_pytree_node_class
@@ -39,7 +40,14 @@ class Held:
 
 def is_array(leaf: Any) -> bool:
     """Whether `leaf` is what JAX computes with. Python scalars are not: a layer may branch on them."""
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.Ref)) or hasattr(leaf, "__jax_array__")
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return bool(jnp.issubdtype(leaf.dtype, np.number)) or leaf.dtype == np.bool_  # not strings, objects, dates
+    return isinstance(leaf, (jax.Array, jax.Ref)) or hasattr(leaf, "__jax_array__")
+
+
+def in_jax(array: Any) -> Any:
+    """`array`, copied if it is numpy's: whoever made it may change it before backward (R10)."""
+    return jnp.array(array) if isinstance(array, (np.ndarray, np.generic)) else array
 
 
 class Split:

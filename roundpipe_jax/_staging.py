@@ -17,7 +17,7 @@ from jax.interpreters import partial_eval
 
 from ._identity import reach
 
-__all__ = ["Program", "memory", "stage"]
+__all__ = ["Program", "hint", "hinted", "memory", "stage"]
 
 
 class Program(NamedTuple):
@@ -77,3 +77,20 @@ def memory(function: Any) -> dict[Hashable, Any] | None:
 
 
 _MANY = 500  # static arguments that are never the same twice
+
+
+# Which form a layer needed the last time, so that it need not start over at each call: its decisions would be made
+# again. Only the hash is kept, of the code and not of the function: a wrong hint costs time.
+_hints: set[int] = set()
+
+
+def hinted(*key: Hashable) -> bool:
+    """Whether `hint` was called with this key."""
+    return hash(key) in _hints
+
+
+def hint(*key: Hashable, holds: bool = True) -> None:
+    """Remember something, or forget it."""
+    if len(_hints) > _MANY:
+        _hints.clear()
+    (_hints.add if holds else _hints.discard)(hash(key))

@@ -245,6 +245,15 @@ def test_four_levels_of_regions_decide_once(modes: Any, way: str) -> None:  # R8
 
 
 @lanes
+@pytest.mark.parametrize("form", [gradient, lambda f: jax.hessian(lambda x: f(x).sum())], ids=["gradient", "hessian"])
+def test_a_decision_made_in_the_argument_of_a_save_is_not_made_again(lane: Any, form: Any) -> None:  # R8
+    def program(router: Any, wrap: Any) -> Any:
+        return form(wrap(lambda x: jnp.sin(x) * router.saved("plain" if wrap is bare else "returned", 0, x)))(X)
+
+    decided_once(program, in_lane(lane))
+
+
+@lanes
 @ways
 def test_a_layer_called_many_times_in_one_trace(lane: Any, way: str) -> None:  # R9
     def program(router: Any, wrap: Any) -> Any:

@@ -301,15 +301,16 @@ def test_a_training_loop_with_donated_parameters(lane: Any) -> None:
     same(train(in_lane(lane)), train(bare))
 
 
+@pytest.mark.parametrize("wrap", [bare, remat])
 @ways
-def test_the_users_own_checkpoint_keeps_what_a_layer_returns_from_a_save(way: str) -> None:
+def test_the_users_own_checkpoint_keeps_what_a_layer_returns_from_a_save(wrap: Any, way: str) -> None:
     router = Router()
 
     def layer(x: Any) -> Any:
         (index,) = save_for_recompute(router.decide(0, x))
         return jnp.sin(x) * index
 
-    got = WAYS[way](gradient(jax.checkpoint(layer, policy=save_policy())))(X)
+    got = WAYS[way](gradient(jax.checkpoint(wrap(layer), policy=save_policy())))(X)
     jax.block_until_ready(got)
     assert router.counts[0] == 1
     same(got, gradient(lambda x: jnp.sin(x) * 4)(X))

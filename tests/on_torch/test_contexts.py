@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 
 import pytest
 import torch
@@ -142,3 +143,37 @@ def test_a_context_that_swallows_the_forwards_exception_is_told() -> None:
     with pytest.raises(OptionError, match="the context that context_fn gave for it swallowed the exception"):
         checkpoint(layer, leaf(), context_fn=contexts)
     assert doing_recompute() is False
+
+
+def test_checkpoint_takes_torchs_keywords_and_no_others() -> None:
+    def keywords(function):
+        found = inspect.signature(function).parameters.values()
+        return {parameter.name for parameter in found if parameter.kind is parameter.KEYWORD_ONLY}
+
+    assert keywords(checkpoint) == keywords(torch_checkpoint) | {"preserve_rng_state"}  # torch's hides in **kwargs
+
+    def layer(x, *, label, verify, offload):
+        assert (label, verify, offload) == ("a", "b", "c")  # words of `remat` are words of the layer here
+        return x.exp()
+
+    checkpoint(layer, leaf(), label="a", verify="b", offload="c").sum().backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False])
+def test_nothing_said_means_not_reentrant_and_no_warning(use_reentrant) -> None:
+    x = leaf()
+    y = checkpoint(torch.exp, x, use_reentrant=use_reentrant)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], y)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"determinism_check": "strict"}, "determinism_check must be one of 'default', 'none', not 'strict'."),
+        ({"determinism_check": ["default"]}, "determinism_check must be one of 'default', 'none', not ['default']."),
+    ],
+)
+def test_a_bad_option_of_a_call(options, line) -> None:
+    with pytest.raises(OptionError) as caught:
+        checkpoint(torch.exp, leaf(), **options)
+    assert str(caught.value).splitlines() == [line, "  way out: pass determinism_check='default'."]

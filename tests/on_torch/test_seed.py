@@ -122,3 +122,23 @@ def test_gradient_is_that_of_the_layer_without_checkpointing(name: str, form: st
             assert (g is None) == (w is None)
             assert g is None or torch.equal(g, w)
         assert decisions == 1
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_on_a_gpu(name: str, form: str) -> None:
+    def on_device(call):
+        torch.manual_seed(0)
+        layer = LAYERS[name]().cuda()
+        x = torch.randn(12, 8, device="cuda").requires_grad_()
+        y = call(layer, x)
+        y.square().sum().backward()
+        return [y.detach(), x.grad, *(p.grad for p in layer.parameters())], layer.decisions
+
+    want, _ = on_device(lambda layer, x: layer(x))
+    got, decisions = on_device(FORMS[form])
+    assert decisions == 1
+    for g, w in zip(got, want, strict=True):
+        assert (g is None) == (w is None)
+        assert g is None or torch.allclose(g, w, rtol=1e-5, atol=1e-6)  # index_add sums in any order there
