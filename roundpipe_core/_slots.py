@@ -172,4 +172,5 @@ def label_of(target: Any) -> str:
     code = getattr(target, "__code__", None)
     if code is not None:
         return f"{target.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
-    return str(getattr(target, "__qualname__", None) or type(target).__qualname__)
+    name = "__name__" if isinstance(target, types.BuiltinFunctionType) else "__qualname__"
+    return str(getattr(target, name, None) or type(target).__qualname__)

@@ -11,11 +11,11 @@ from typing import Any, Literal
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
-from roundpipe_core import OptionError, layer_scope
-from roundpipe_core._errors import message
+from roundpipe_core import layer_scope
 from roundpipe_core._phase import Phase, Run, open_slot, thread
 from roundpipe_core._slots import Slot, label_of
 
+from ._errors import wrong_option
 from ._frames import Frame, Options, TorchRun
 from ._reentrant import reentrant
 from ._state import Generators, generators_of
@@ -84,6 +84,7 @@ def checkpoint(
     ):
         return run_region(function, args, kwargs, _PLAIN, bool(use_reentrant))
     options = options_from(
+        function,
         context_fn=context_fn,
         determinism_check=determinism_check,
         debug=debug,
@@ -94,6 +95,7 @@ def checkpoint(
 
 
 def options_from(
+    target: Any,
     *,
     context_fn: Callable[[], _Contexts] = torch_checkpoint.noop_context_fn,
     determinism_check: str = "default",
@@ -104,12 +106,10 @@ def options_from(
     verify: str = "off",
 ) -> Options:
     """Options for one call, checked, with torch's own overrides (`set_checkpoint_early_stop`, ...) applied."""
-    _one_of("determinism_check", determinism_check, ("default", "none"))
-    _one_of("verify", verify, ("off", "warn", "raise"))
+    _one_of(target, "determinism_check", determinism_check, ("default", "none"))
+    _one_of(target, "verify", verify, ("off", "warn", "raise"))
     if label is not None and not isinstance(label, str):
-        raise OptionError(
-            message(f"label must be a string, not {label!r}.", [], 'name the layer, as in label="block 3".')
-        )
+        raise wrong_option(target, f"label must be a string, not {label!r}.", 'name the layer, as in label="block 3".')
     stop, more = _overrides()
     contexts = None if context_fn is torch_checkpoint.noop_context_fn else context_fn()
     return Options(
@@ -129,13 +129,10 @@ def _overrides() -> tuple[bool | None, bool | None]:
     return stop, debug
 
 
-def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
+def _one_of(target: Any, name: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise OptionError(
-            message(
-                f"{name} must be one of {', '.join(map(repr, known))}, not {value!r}.", [], f"pass {name}={known[0]!r}."
-            )
-        )
+        what = f"{name} must be one of {', '.join(map(repr, known))}, not {value!r}."
+        raise wrong_option(target, what, f"pass {name}={known[0]!r}.")
 
 
 def run_region(
@@ -210,12 +207,10 @@ def checkpoint_sequential(
     """
     layers: list[Any] = list(functions)
     if not 1 <= segments <= max(len(layers), 1):
-        raise OptionError(
-            message(
-                f"segments must be from 1 to the number of layers ({len(layers)}), not {segments!r}.",
-                [],
-                "pass fewer segments, or more layers.",
-            )
+        raise wrong_option(
+            functions,
+            f"segments must be from 1 to the number of layers ({len(layers)}), not {segments!r}.",
+            "pass fewer segments, or more layers.",
         )
     size = len(layers) // segments
     cut = size * (segments - 1)

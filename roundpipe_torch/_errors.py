@@ -8,11 +8,17 @@ The functions give errors to raise; `layer` is the label of the region.
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch.utils.checkpoint import CheckpointError
 
 from roundpipe_core import MismatchError, MutationError, OptionError
 from roundpipe_core._errors import message
+from roundpipe_core._slots import label_of
 
 __all__ = [
     "CheckpointMismatchError",
@@ -25,6 +31,8 @@ __all__ = [
     "other_parameter",
     "started_inside",
     "tensor_changed",
+    "user_line",
+    "wrong_option",
 ]
 
 
@@ -145,3 +153,20 @@ def context_swallowed(layer: str) -> OptionError:
             "let the exception through: return a false value from __exit__.",
         )
     )
+
+
+def wrong_option(target: Any, what: str, way_out: str, *facts: tuple[str, str]) -> OptionError:
+    """An option of a call that runs `target`."""
+    return OptionError(message(what, [("layer", repr(label_of(target))), ("called at", user_line()), *facts], way_out))
+
+
+_OURS = tuple(str(Path(__file__).parents[1] / name) + os.sep for name in ("roundpipe_core", "roundpipe_torch"))
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+
+
+def user_line() -> str:
+    """The innermost line that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((*_OURS, _TORCH)):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -11,18 +11,18 @@ for. The packs alive when each phase returned are matched by the line that made 
 
 from __future__ import annotations
 
-import os
 import sys
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import pairwise
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
+
+from ._errors import user_line
 
 node_count: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """Autograd nodes that this thread has made."""
@@ -120,7 +120,7 @@ class Trace:
         self.numbers.append(count - 1)
         self.makers.append(maker)
         if self.places is not None:
-            self.places.append("at " + _user_line())
+            self.places.append("at " + user_line())
 
     def skip(self, nodes: int) -> None:
         """Leave out nodes that a recompute made in the midst of this run."""
@@ -166,16 +166,6 @@ region_codes: set[Any] = set()
 """Code of the functions that call a region's function."""
 
 _MOST_LISTED = 40
-_OURS = tuple(str(Path(__file__).parents[1] / name) + os.sep for name in ("roundpipe_core", "roundpipe_torch"))
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-
-
-def _user_line() -> str:
-    """The innermost line that is neither torch's nor ours."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((*_OURS, _TORCH)):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _line() -> int:

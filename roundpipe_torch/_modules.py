@@ -5,20 +5,19 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 import torch
 
-from roundpipe_core import OptionError
-from roundpipe_core._errors import message
-
 from ._checkpoint import options_from, run_region
+from ._errors import wrong_option
 
 __all__ = ["remat"]
 
 T = TypeVar("T", bound=Callable[..., Any])
-_OPTIONS = (*inspect.signature(options_from).parameters, "use_reentrant")
+_OPTIONS = (*list(inspect.signature(options_from).parameters)[1:], "use_reentrant")
 
 
 @overload
@@ -69,29 +68,28 @@ def remat(target: Any = None, **options: Any) -> Any:
 def _call(function: Callable[..., Any], options: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rest = dict(options)
     use_reentrant = bool(rest.pop("use_reentrant", False))
-    return run_region(function, args, kwargs, options_from(**rest), use_reentrant)
+    return run_region(function, args, kwargs, options_from(function, **rest), use_reentrant)
 
 
 def _check(target: Any, options: dict[str, Any]) -> None:
     for name in options:
         if name not in _OPTIONS:
             near = difflib.get_close_matches(name, _OPTIONS, 1)
-            raise OptionError(
-                message(
-                    f"remat has no option {name!r}.",
-                    [("options", ", ".join(sorted(_OPTIONS)))],
-                    f"did you mean {near[0]!r}?" if near else "leave it out.",
-                )
+            raise wrong_option(
+                target,
+                f"remat has no option {name!r}.",
+                f"did you mean {near[0]!r}?" if near else "leave it out.",
+                ("options", ", ".join(sorted(_OPTIONS))),
             )
     if isinstance(target, type) or not callable(target):
-        raise OptionError(
-            message(
-                f"remat takes a function or a module object, not {target!r}.",
-                [],
-                "pass an instance: remat(Layer(...)).",
-            )
+        raise wrong_option(
+            target,
+            f"remat takes a function or a module object, not {target!r}.",
+            "pass an instance: remat(Layer(...)).",
         )
-    options_from(**{name: value for name, value in options.items() if name not in ("use_reentrant", "context_fn")})
+    options_from(
+        target, **{name: value for name, value in options.items() if name not in ("use_reentrant", "context_fn")}
+    )
 
 
 class _Forward:
@@ -100,10 +98,15 @@ class _Forward:
     A data descriptor, so that a `forward` put on the instance (as Accelerate does) is checkpointed too.
     """
 
+    def __init__(self, original: Callable[..., Any]) -> None:
+        @functools.wraps(original)
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            return _forward(module, *args, **kwargs)
+
+        self._forward = forward
+
     def __get__(self, module: Any, owner: type | None = None) -> Any:
-        if module is None:
-            return self
-        return functools.partial(_forward, module)
+        return self._forward if module is None else types.MethodType(self._forward, module)
 
     def __set__(self, module: Any, forward: Callable[..., Any]) -> None:
         module.__dict__["forward"] = forward
@@ -142,6 +145,6 @@ def _subclass(original: type[torch.nn.Module], options: dict[str, Any]) -> type[
         "__reduce_ex__": reduce,
         "_remat_original": original,
         "_remat_options": options,
-        "forward": _Forward(),
+        "forward": _Forward(original.forward),
     }
     return type(original.__name__, (original,), names)

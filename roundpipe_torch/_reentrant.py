@@ -15,14 +15,14 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
-from roundpipe_core import MismatchError, OptionError
+from roundpipe_core import MismatchError
 from roundpipe_core._backend import expand
 from roundpipe_core._errors import message
 from roundpipe_core._phase import Phase, thread
 from roundpipe_core._slots import Slot
 from roundpipe_core._trees import Spec, flatten, unflatten
 
-from ._errors import drawn_in_a_crowd, drawn_in_another_layout, tensor_changed
+from ._errors import drawn_in_a_crowd, drawn_in_another_layout, tensor_changed, wrong_option
 from ._frames import Options, TorchRun, is_told
 from ._matching import Trace, other_layout, region_codes
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of
@@ -40,12 +40,10 @@ def reentrant(
 ) -> Any:
     """Run `function` as a region of the second engine."""
     if options.contexts is not None or options.debug or options.verify != "off":
-        raise OptionError(
-            message(
-                f"layer {slot.label!r}: context_fn, debug and verify do not go with use_reentrant=True.",
-                [],
-                "leave them out, or use the default engine (use_reentrant=False).",
-            )
+        raise wrong_option(
+            slot.label,
+            "context_fn, debug and verify do not go with use_reentrant=True.",
+            "leave them out, or use the default engine (use_reentrant=False).",
         )
     leaves: list[Any] = []
     spec = flatten((args, kwargs), leaves)

@@ -176,4 +176,7 @@ def test_nothing_said_means_not_reentrant_and_no_warning(use_reentrant) -> None:
 def test_a_bad_option_of_a_call(options, line) -> None:
     with pytest.raises(OptionError) as caught:
         checkpoint(torch.exp, leaf(), **options)
-    assert str(caught.value).splitlines() == [line, "  way out: pass determinism_check='default'."]
+    text = str(caught.value).splitlines()
+    assert text[:2] == [line, "  layer: 'exp'"]
+    assert text[2].startswith(f"  called at: {__file__}:")
+    assert text[3:] == ["  way out: pass determinism_check='default'."]

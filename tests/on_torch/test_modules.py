@@ -52,6 +52,8 @@ def test_a_module_looks_as_before_and_trains_alike() -> None:
     assert [name for name, _ in wrapped.named_modules()] == [name for name, _ in plain.named_modules()]
     assert wrapped.tag == "moe"
     assert inspect.getdoc(wrapped) == "A layer."
+    assert inspect.signature(wrapped.forward) == inspect.signature(plain.forward)
+    assert inspect.signature(type(wrapped).forward) == inspect.signature(Moe.forward)
     for module in (plain, wrapped):
         module(inputs(), scale=2.0).square().sum().backward()
     assert wrapped.phases == [False, True]
@@ -226,6 +228,8 @@ def test_options_that_cannot_be(options, line, way_out) -> None:
             build()
         text = str(caught.value).splitlines()
         assert text[0] == line
+        assert text[1] in ("  layer: 'Moe'", "  layer: 'len'")
+        assert text[2].startswith(f"  called at: {__file__}:")
         assert text[-1].startswith(f"  way out: {way_out}")
         assert isinstance(caught.value, TypeError)
         assert isinstance(caught.value, ValueError)
