@@ -26,8 +26,8 @@ from roundpipe_core._slots import Slot, label_of
 
 from . import _arguments
 from ._explain import note
-from ._identity import bare_code
-from ._jax import is_float, is_remat3, is_tracer
+from ._identity import codes
+from ._jax import is_float, is_remat3, is_tracer, trace_state
 from ._packing import Held, Split, Template, in_jax, split
 from ._policies import check_matches, with_tags
 from ._regions import CheckpointLane, ResidualLane
@@ -147,11 +147,11 @@ class Call:
         self.barrier = _arguments.barriers(options.prevent_cse, args, kwargs, self.arguments.array)
 
     def _kind(self) -> int:
-        alike = self.key or (tuple(self.arguments.array), self.arguments.tree)
+        alike = self.key if self.key is not None else (tuple(self.arguments.array), self.arguments.tree)
         try:
-            return hash((bare_code(self.fun), alike))
+            return hash((codes(self.fun), alike))
         except TypeError:  # something in the structure of the arguments
-            return hash(bare_code(self.fun))
+            return hash(codes(self.fun))
 
     @functools.cached_property
     def key(self) -> Hashable:
@@ -161,7 +161,9 @@ class Call:
     @functools.cached_property
     def memory(self) -> dict[Hashable, Any] | None:
         """What earlier calls found out about the layer, if it cannot have changed since."""
-        return None if self.key is None else memory(self.fun)
+        if self.key is None:
+            return None
+        return memory(self.fun, trace_state() if any(map(is_abstract, self.arrays)) else None)
 
     def result(self) -> Any:
         """What the layer returns."""
@@ -186,12 +188,10 @@ class Call:
         references = any(isinstance(array, jax.Ref) for array in self.arrays)  # no derivative rule takes them
         if references:
             return self._tagged()
-        if hinted("tags", self.layer.kind):
+        if self.options.mode != "custom_vjp" and hinted("tags", self.layer.kind):
             try:
                 return self._tagged()
-            except MismatchError as error:
-                if not isinstance(error.__cause__, _LOOKED):
-                    raise
+            except Exception:  # another function with the same code; if it is not, the error comes again
                 hint("tags", self.layer.kind, holds=False)
         try:
             return self._staged() if any(map(is_abstract, self.arrays)) else self._at_once(slot)

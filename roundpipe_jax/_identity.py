@@ -22,17 +22,39 @@ import numpy as np
 from ._arguments import AsIs
 from ._jax import is_tracer
 
-__all__ = ["bare_code", "reach", "see_through", "token", "tree_token"]
+__all__ = ["codes", "reach", "see_through", "token", "tree_token"]
 
 _ATOMS = frozenset({int, bool, str, bytes, float, complex, type(None), type(Ellipsis)})
+_FAR = 1000  # objects that one function reaches
 _LONG = 64  # a container with more items costs more to compare than it is worth
 
 # Packages whose functions give the same for the same arguments.
 _STEADY = frozenset(
-    """jax jaxlib numpy ml_dtypes roundpipe_core roundpipe_jax math cmath operator functools itertools typing
-    collections dataclasses numbers string types abc builtins""".split()
+    [
+        "jax",
+        "jaxlib",
+        "numpy",
+        "ml_dtypes",
+        "roundpipe_core",
+        "roundpipe_jax",
+        "math",
+        "cmath",
+        "operator",
+        "functools",
+        "itertools",
+        "typing",
+        "collections",
+        "dataclasses",
+        "numbers",
+        "string",
+        "types",
+        "abc",
+        "builtins",
+    ]
 )
-_UNSTEADY_BUILTINS = frozenset("globals locals vars eval exec compile open input __import__ breakpoint".split())
+_UNSTEADY_BUILTINS = frozenset(
+    ("globals", "locals", "vars", "eval", "exec", "compile", "open", "input", "__import__", "breakpoint")
+)
 
 
 class _Same:
@@ -50,7 +72,7 @@ class _Same:
         return id(self.value)
 
 
-class _Unknown(Exception):
+class _UnknownError(Exception):
     """Something that may change unseen."""
 
 
@@ -58,15 +80,21 @@ def token(value: Any) -> Hashable:
     """A key for a value and all it can reach; None if it may change behind our back."""
     try:
         return _Walk(arrays=False).token(value)
-    except (_Unknown, RecursionError):
+    except (_UnknownError, RecursionError, ValueError):  # a closure cell that is still empty
         return None
 
 
-def reach(function: types.FunctionType) -> Hashable:
-    """The same for a function whose traces are kept; arrays in module variables may be part of it."""
+def reach(function: types.FunctionType, *, loosely: bool = False) -> Hashable:
+    """The same for a function whose traces are kept; arrays in module variables may be part of it.
+
+    `loosely`, for traces that are used within one outer trace only, also takes in objects as they are now: their
+    attributes, and the items of dicts and of lists, but for integers in lists, which are mostly counts of calls.
+    """
+    if function.__closure__ and function.__code__ not in _transparent:
+        return None
     try:
-        return _Walk(arrays=True).function(function)
-    except (_Unknown, RecursionError):
+        return _Walk(arrays=True, loosely=loosely).function(function)
+    except (_UnknownError, RecursionError, ValueError):  # a closure cell that is still empty
         return None
 
 
@@ -76,7 +104,7 @@ def tree_token(tree: Any) -> Hashable:
     if known is None:
         try:
             known = _Walk(arrays=False).tree(tree)
-        except (_Unknown, RecursionError):
+        except (_UnknownError, RecursionError):
             return None
         if _is_plain(tree):
             if len(_plain_trees) > 1000:
@@ -105,16 +133,21 @@ def see_through(wrapper: Any) -> None:
     _transparent.add(wrapper.__code__)
 
 
-def bare_code(function: Any) -> types.CodeType | None:
-    """The code of a function, bound method or partial."""
+def codes(function: Any) -> tuple[types.CodeType | None, ...]:
+    """The code of a function, bound method or partial, and that of functions it closes over."""
     while isinstance(function, functools.partial):
         function = function.func
-    return getattr(getattr(function, "__func__", function), "__code__", None)
+    function = getattr(function, "__func__", function)
+    try:
+        inner = [getattr(cell.cell_contents, "__code__", None) for cell in getattr(function, "__closure__", None) or ()]
+    except ValueError:  # a cell that is still empty
+        inner = []
+    return (getattr(function, "__code__", None), *inner)
 
 
 class _Walk:
-    def __init__(self, arrays: bool) -> None:
-        self.arrays = arrays
+    def __init__(self, arrays: bool, loosely: bool = False) -> None:
+        self.arrays, self.loosely = arrays, loosely
         self.seen: dict[int, int] = {}  # numbers, in order, so that cycles end
         self.held: list[Any] = []
 
@@ -129,30 +162,52 @@ class _Walk:
         if kind in (tuple, frozenset):
             return self.container(value)
         if isinstance(value, np.dtype):
-            return value
+            return np.dtype, str(value)
         if isinstance(value, np.generic) and value.dtype.kind in "biufc":
-            return kind, value.tobytes()
+            return kind, str(value.dtype), value.tobytes()
         if self.arrays and isinstance(value, jax.Array) and not is_tracer(value) and not isinstance(value, jax.Ref):
             return _Same(value)
         if _is_public(value):
-            return value
+            return _Same(value)
         if kind is types.FunctionType:
             return self.function(value)
         if kind is types.BuiltinFunctionType and isinstance(value.__self__, types.ModuleType):
-            return self.module(value.__self__), value
+            if value.__self__ is builtins:  # those that are steady were found above
+                raise _UnknownError
+            return self.module(value.__self__), _Same(value)
         if isinstance(value, type):
             return self.record(value)
         if kind is _JITTED:
             return kind, self.token(value.__wrapped__)
-        raise _Unknown
+        if self.loosely:
+            return self.state(value)
+        raise _UnknownError
+
+    def state(self, value: Any) -> Hashable:
+        if is_tracer(value):
+            raise _UnknownError
+        self.enter(value)
+        if isinstance(value, types.BuiltinFunctionType):
+            return value.__name__, self.token(value.__self__)
+        if isinstance(value, types.MethodType):
+            return self.token(value.__func__), self.token(value.__self__)
+        if isinstance(value, (list, dict)) and len(value) <= _LONG:
+            if isinstance(value, dict):
+                return _Same(value), self.each([*value, *value.values()])
+            return _Same(value), self.each(item for item in value if type(item) is not int)
+        if type(value).__module__.partition(".")[0] in ("numpy", "random", "_random") or not hasattr(value, "__dict__"):
+            raise _UnknownError
+        return _Same(value), self.attributes(vars(value))
 
     def container(self, value: Any) -> Hashable:
         if len(value) > _LONG:
-            raise _Unknown
+            raise _UnknownError
         self.enter(value)
         return type(value), self.each(value)
 
     def enter(self, value: Any) -> None:
+        if len(self.held) > _FAR:
+            raise _UnknownError
         self.seen[id(value)] = len(self.seen)
         self.held.append(value)  # so that its id stays its own
 
@@ -165,13 +220,14 @@ class _Walk:
         if code in _transparent:
             cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
             return "layer", self.token(cells["fun"].cell_contents), _Same(cells["options"].cell_contents)
-        if function.__closure__:
-            raise _Unknown
+        if function.__closure__ and not self.loosely:
+            raise _UnknownError
         chains = _reads(code)
         if chains is None:
-            raise _Unknown
+            raise _UnknownError
         return (
             code,
+            self.each([cell.cell_contents for cell in function.__closure__ or ()]),
             self.each(function.__defaults__ or ()),
             self.attributes(function.__kwdefaults__ or {}),
             self.attributes({n: v for n, v in function.__dict__.items() if n != "__wrapped__"}),
@@ -185,7 +241,7 @@ class _Walk:
         name = chain[0]
         if name not in variables:
             if name in _UNSTEADY_BUILTINS:
-                raise _Unknown
+                raise _UnknownError
             return name if hasattr(builtins, name) else ("missing", name)
         value = variables[name]
         for attribute in chain[1:]:
@@ -198,14 +254,14 @@ class _Walk:
 
     def module(self, module: types.ModuleType) -> Hashable:
         if not _is_steady(module.__name__):
-            raise _Unknown
+            raise _UnknownError
         return module.__name__
 
     def record(self, kind: type) -> Hashable:
         """A named tuple that only holds its items."""
         fields: Sequence[str] | None = getattr(kind, "_fields", None)
         if fields is None or not issubclass(kind, tuple) or not vars(kind).keys() <= _METHODS.union(fields):
-            raise _Unknown
+            raise _UnknownError
         return kind
 
     def tree(self, tree: Any) -> Hashable:
@@ -223,9 +279,29 @@ class _Walk:
 
 _JITTED = type(jax.jit(lambda: None))
 _METHODS = frozenset(
-    """__new__ __repr__ __getnewargs__ __slots__ __doc__ __module__ __match_args__ __annotations__ __orig_bases__
-    __annotate__ __annotate_func__ __annotations_cache__ __static_attributes__ __firstlineno__ __replace__
-    _make _replace _asdict _fields _field_defaults __dict__""".split()
+    [
+        "__new__",
+        "__repr__",
+        "__getnewargs__",
+        "__slots__",
+        "__doc__",
+        "__module__",
+        "__match_args__",
+        "__annotations__",
+        "__orig_bases__",
+        "__annotate__",
+        "__annotate_func__",
+        "__annotations_cache__",
+        "__static_attributes__",
+        "__firstlineno__",
+        "__replace__",
+        "_make",
+        "_replace",
+        "_asdict",
+        "_fields",
+        "_field_defaults",
+        "__dict__",
+    ]
 )
 
 
@@ -262,9 +338,8 @@ def _reads(code: types.CodeType) -> tuple[tuple[str, ...], ...] | None:
         if name in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
             open_chain = [step.argval]
             chains.append(open_chain)
-        elif name in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-            return None
-        elif name == "IMPORT_NAME" and step.argval.partition(".")[0] not in _STEADY - {"numpy"}:
+        foreign = name == "IMPORT_NAME" and step.argval.partition(".")[0] not in _STEADY - {"numpy"}
+        if foreign or name in ("STORE_GLOBAL", "DELETE_GLOBAL"):
             return None
     found = dict.fromkeys(map(tuple, chains))
     for constant in code.co_consts:

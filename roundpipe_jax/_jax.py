@@ -8,6 +8,7 @@ import jax
 import jax.ad_checkpoint
 import jax.extend.core
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Var
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "concrete_value",
     "fresh_var",
     "is_float",
+    "is_numpy",
     "is_remat3",
     "is_running",
     "is_tracer",
@@ -62,6 +64,11 @@ def is_tracer(value: Any) -> bool:
 def concrete_value(tracer: Any) -> Any:
     """The array that a tracer stands for, or None if it stands for no particular one."""
     return tracer.to_concrete_value()
+
+
+def is_numpy(value: Any) -> bool:
+    """Whether `value` is an array of numpy, or JAX's wrapper around one in a program."""
+    return isinstance(value, (np.ndarray, np.generic)) or type(value).__name__ == "TypedNdArray"
 
 
 def is_float(value: Any) -> bool:

@@ -53,7 +53,7 @@ def remat_layers(
         unroll: how many layers the compiler sees at once, as for `jax.lax.scan`.
         has_aux: the layer returns `(x, aux)`, and so does this, with each layer's `aux` stacked.
         policy: as for `remat`.
-        mode: as for `remat`.
+        mode: as for `remat`. With `nested`, the groups are the regions, and "checkpoint" is the mode of theirs.
         verify: as for `remat`.
         label: as for `remat`.
 

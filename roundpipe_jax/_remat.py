@@ -77,7 +77,7 @@ def remat(
         mode: "checkpoint", or "custom_vjp", which keeps exactly the inputs and the slot and has no
             forward-mode derivative.
         verify: "warn" or "raise" decide everything a second time and compare, see `VerifyError`. For finding
-            faults, not for training.
+            faults, not for training. For a layer inside another layer, the option of the outermost one counts.
         label: what messages and reports call the layer.
 
     Returns:

@@ -12,10 +12,12 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters import partial_eval
 
 from ._identity import reach
+from ._jax import is_numpy
 
 __all__ = ["Program", "hint", "hinted", "memory", "stage"]
 
@@ -54,18 +56,31 @@ def stage(function: Callable[..., Any], args: Sequence[Any], jitted: Any = None)
         if len(traced.jaxpr.in_avals) == len(args):  # otherwise it closes over tracers of one call
             return Program(traced.jaxpr, traced.out_info, cached=True)
     jaxpr, out = jax.make_jaxpr(lambda *values: function(*values), return_shape=True)(*args)
-    return Program(jaxpr, out)
+    return Program(_on_its_own(jaxpr), out)
+
+
+def _on_its_own(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The program with copies of numpy arrays it closes over, which may change before backward (R10)."""
+    if not any(map(is_numpy, closed.consts)):
+        return closed
+    return ClosedJaxpr(closed.jaxpr, [jnp.array(c) if is_numpy(c) else c for c in closed.consts])
 
 
 # What is known about a function lives as long as the function does, and no longer than what the function reads.
 _known: weakref.WeakKeyDictionary[Any, tuple[Hashable, dict[Hashable, Any]]] = weakref.WeakKeyDictionary()
 
 
-def memory(function: Any) -> dict[Hashable, Any] | None:
-    """Where to keep what is known about `function`, none of which may hold it; None if it may change unseen."""
+def memory(function: Any, within: Any = None) -> dict[Hashable, Any] | None:
+    """Where to keep what is known about `function`, none of which may hold it; None if it may change unseen.
+
+    `within` is a trace, for what is used only in there: as under `jax.checkpoint`, more is then taken as lasting.
+    """
     if not isinstance(function, types.FunctionType):
         return None
     key = reach(function)
+    if key is None and within is not None:
+        key = reach(function, loosely=True)
+        key = None if key is None else (within, key)
     if key is None:
         _known.pop(function, None)
         return None

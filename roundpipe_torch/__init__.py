@@ -42,8 +42,8 @@ __all__ = [
     "doing_recompute",
     "get_recompute_data",
     "layer_scope",
+    "recompute_contexts",
     "recompute_once",
     "remat",
     "save_for_recompute",
 ]
-__all__ += ["recompute_contexts"]

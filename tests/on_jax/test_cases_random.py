@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 from roundpipe_jax import layer_scope, save_for_recompute
-from tests.on_jax.oracle import LANES, STYLES, Router, W, Wrap, X, bare, decided_once, gradient, in_lane
+from tests.on_jax.oracle import STYLES, Router, W, Wrap, X, bare, decided_once, gradient, in_lane
 
 INNER = ("scan", "cond", "jit", "vmap")
 OUTER = ("region", "region", "scope", "keywords", *INNER)
@@ -158,14 +158,12 @@ LOOPS = [seed for seed in SEEDS if loops(seed)]
 LAZY = [form for form in FORMS if form != "eager"]
 
 
-@pytest.mark.parametrize("seed", FLAT[:6])
+@pytest.mark.parametrize("seed", FLAT[:4])
 def test_regions_and_scopes(seed: int) -> None:
-    lane = LANES[seed % 2]
-    forms = [form for form in FORMS if lane == "checkpoint" or form != "forward"]
-    check(seed, "jit", lane)
-    check(seed, forms[seed % len(forms)], lane)
+    check(seed, "jit", "checkpoint")
+    check(seed, [*FORMS][seed % len(FORMS)], "checkpoint")
 
 
-@pytest.mark.parametrize("seed", LOOPS[:8])
+@pytest.mark.parametrize("seed", LOOPS[:6])
 def test_loops_branches_and_jitted_functions(seed: int) -> None:
     check(seed, LAZY[seed % len(LAZY)], "checkpoint")

@@ -22,7 +22,13 @@ HERE = Path(__file__).parent
 def test_in_a_process_of_its_own(setting: dict[str, str]) -> None:
     run = subprocess.run(
         [sys.executable, str(HERE / "on_devices.py")],
-        env={**os.environ, **setting, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            **setting,
+            "PYTHONPATH": str(HERE.parents[1]),
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
         timeout=110,

@@ -17,7 +17,7 @@ OWN = {
 
 
 def test_public_names() -> None:
-    assert set(roundpipe_jax.__all__) == OWN | set(roundpipe_core.__all__)
+    assert set(roundpipe_jax.__all__) == OWN | {"__version__"} | set(roundpipe_core.__all__)
     assert roundpipe_jax.checkpoint is roundpipe_jax.remat
     for name in roundpipe_core.__all__:
         assert getattr(roundpipe_jax, name) is getattr(roundpipe_core, name)

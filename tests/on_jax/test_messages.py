@@ -6,7 +6,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from roundpipe_jax import GradientError, MismatchError, OptionError, doing_recompute, remat, save_for_recompute
+from roundpipe_jax import (
+    GradientError,
+    MismatchError,
+    OptionError,
+    PhaseError,
+    doing_recompute,
+    get_recompute_data,
+    remat,
+    save_for_recompute,
+)
 
 X = jnp.ones((2, 3))
 
@@ -48,7 +57,9 @@ def test_a_branch_that_was_not_saved() -> None:
         "layer 'gate': the recompute looks at a value that the forward did not save.",
         "  forward: ran on values",
         "  recompute: is traced, and has only what was saved",
-        "  way out: save the decision: `flag, = save_for_recompute(bool(condition))`, and branch on what comes back.",
+        "  way out: save the decision, without looking again in the recompute: "
+        "`flag = recompute_once(lambda: bool(condition))`, and branch on that; or look only in the forward "
+        "branch of `if doing_recompute():`, and save there.",
     ]
 
 
@@ -166,3 +177,14 @@ OPTIONS = {
 def test_options_that_do_not_exist(what: str) -> None:
     run, expected = OPTIONS[what]
     assert raised(OptionError, run) == expected
+
+
+def test_a_layer_behind_a_transformation_is_called_after_the_users_function() -> None:
+    def layer(x: Any) -> Any:
+        return get_recompute_data()
+
+    name = f"{layer.__qualname__} (test_messages.py:{layer.__code__.co_firstlineno})"
+    for fun in (jax.jit(layer), jax.vmap(layer)):
+        with pytest.raises(PhaseError) as caught:
+            remat(fun)(X)
+        assert lines(caught.value)[1] == f"  layer: {name!r}"
