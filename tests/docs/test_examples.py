@@ -15,9 +15,7 @@ from sybil.parsers.markdown import PythonCodeBlockParser
 ROOT = Path(__file__).parents[2]
 FENCE = "```python"
 PAGES = [
-    page
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))
-    if FENCE in page.read_text("utf-8")
+    page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))) if FENCE in page.read_text("utf-8")
 ]
 SYBIL = Sybil(parsers=[PythonCodeBlockParser()], patterns=["*.md"], path=str(ROOT))
 
@@ -53,9 +51,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
     quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # the theme's own advertisement
-    done = subprocess.run(
-        command, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False, timeout=100
-    )
+    done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False, timeout=100)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "index.html").is_file()
