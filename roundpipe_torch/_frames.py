@@ -36,7 +36,7 @@ from ._errors import (
 )
 from ._inputs import Inputs
 from ._matching import Leaf, Pairs, Trace, match, match_aligned, node_count, node_names, region_codes
-from ._state import Ambient, DrawWatch, Generators, Visit, generators_of
+from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replayed
 from ._verify import Audit
 
 __all__ = ["Frame", "Options", "TorchRun", "is_told"]
@@ -219,12 +219,12 @@ class Frame:
             return holder.value
 
     def _recompute(self, asked: Holder) -> _Recompute:
-        watch = DrawWatch() if self._crowded or Visit.others() else None
-        recompute = _Recompute(self, asked)
-        if recompute.run(watch) and watch is None:  # another thread came in meanwhile: look again, more closely
-            watch, recompute = DrawWatch(), _Recompute(self, asked)
-            recompute.run(watch)
-        if watch is not None and watch.drew:
+        def attempt(watch: DrawWatch | None) -> tuple[_Recompute, bool]:
+            recompute = _Recompute(self, asked)
+            return recompute, recompute.run(watch)
+
+        recompute, drew = replayed(attempt, self._crowded)
+        if drew:
             raise drawn_in_a_crowd(self.slot.label)
         if recompute.relaid >= 0 and recompute.drew:
             raise drawn_in_another_layout(self.slot.label, self.trace.told_of(recompute.relaid))

@@ -22,10 +22,10 @@ from roundpipe_core._phase import Phase, thread
 from roundpipe_core._slots import Slot
 from roundpipe_core._trees import Spec, flatten, unflatten
 
-from ._errors import drawn_in_a_crowd, drawn_in_another_layout, tensor_changed, wrong_option
+from ._errors import drawn_in_a_crowd, drawn_in_another_layout, started_inside, tensor_changed, wrong_option
 from ._frames import Options, TorchRun, is_told
 from ._matching import Trace, other_layout, region_codes
-from ._state import Ambient, DrawWatch, Generators, Visit, generators_of
+from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replayed
 
 __all__ = ["reentrant"]
 
@@ -88,18 +88,17 @@ class _Region:
         visit = Visit(self.generators)
         try:
             with torch.enable_grad(), saved_tensors_hooks(partial(_drop, self), _refuse):
-                return self._run(TorchRun(phase, self.slot, self.trace, self.generators, thread.run), tensors)
+                leaves = self._run(TorchRun(phase, self.slot, self.trace, self.generators, thread.run), tensors)
         finally:
             self.crowded = visit.end()
+        if self.generators and self.generators.missed():
+            raise started_inside(self.slot.label)
+        return leaves
 
     def replay(self, tensors: tuple[torch.Tensor, ...]) -> list[Any]:
         """The leaves of the outputs of a recompute."""
-        watch = DrawWatch() if self.crowded or Visit.others() else None
-        leaves, crowded = self._replay(tensors, watch)
-        if crowded and watch is None:  # another thread came in meanwhile: look again, more closely
-            watch = DrawWatch()
-            leaves, _ = self._replay(tensors, watch)
-        if watch is not None and watch.drew:
+        leaves, drew = replayed(partial(self._replay, tensors), self.crowded)
+        if drew:
             raise drawn_in_a_crowd(self.slot.label)
         return leaves
 

@@ -9,7 +9,7 @@ import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
@@ -19,7 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from roundpipe_core._phase import thread
 from roundpipe_core._trees import flatten
 
-__all__ = ["Ambient", "DrawWatch", "Generators", "Visit", "generators_of", "modules_of"]
+__all__ = ["Ambient", "DrawWatch", "Generators", "Visit", "generators_of", "modules_of", "replayed"]
+
+T = TypeVar("T")
 
 _ACCELERATOR = torch.accelerator.current_accelerator()
 _CPU_ONLY: tuple[torch.Generator, ...] = (torch.default_generator,)
@@ -112,6 +114,19 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
             self.drew = given.get("generator") is None and given.get("dropout_p") != 0.0
         return func(*args, **kwargs)
+
+
+def replayed(attempt: Callable[[DrawWatch | None], tuple[T, bool]], crowded: bool) -> tuple[T, bool]:
+    """Recompute by `attempt`, and tell whether it drew what another thread may have drawn from too.
+
+    `attempt` gives its result and whether another thread was inside meanwhile; `crowded` tells that of the forward.
+    """
+    watch = DrawWatch() if crowded or Visit.others() else None
+    result, met = attempt(watch)
+    if met and watch is None:  # another thread came in meanwhile: look again, more closely
+        watch = DrawWatch()
+        result, _ = attempt(watch)
+    return result, watch is not None and watch.drew
 
 
 def _started_backend() -> Any:

@@ -49,12 +49,6 @@ class Net:
         return self.call(self.layer, x, self.depth)
 
 
-def mixed():
-    """Engines by turns: an inner region of the one kind in an outer of the other."""
-    turn = itertools.count()
-    return lambda f, *args: checkpoint(f, *args, use_reentrant=next(turn) % 2 == 1)
-
-
 CALLS = {
     "default": lambda: checkpoint,
     "no early stop": lambda: lambda f, *args: checkpoint(f, *args, early_stop=False),

@@ -341,7 +341,8 @@ def test_another_layout_alone_does_no_harm(use_reentrant) -> None:
     checkpoint(lambda x: F.dropout(ranked(x.t() * 2).contiguous(), 0.5).sin(), x, use_reentrant=use_reentrant).sum()
 
 
-def test_a_device_first_used_inside_a_layer_is_refused(monkeypatch) -> None:
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_device_first_used_inside_a_layer_is_refused(monkeypatch, use_reentrant) -> None:
     """Simulated: this process has an accelerator that the layer starts."""
     started = []
     monkeypatch.setattr("roundpipe_torch._state._ACCELERATOR", torch.device("cuda"))
@@ -352,10 +353,10 @@ def test_a_device_first_used_inside_a_layer_is_refused(monkeypatch) -> None:
         return x.exp()
 
     with pytest.raises(CheckpointMismatchError, match="was used for the first time inside this layer") as caught:
-        checkpoint(layer, leaf())
+        checkpoint(layer, leaf(), use_reentrant=use_reentrant)
     assert "moving the model or the input to it, or pass preserve_rng_state=False" in str(caught.value)
     started.clear()
-    checkpoint(layer, leaf(), preserve_rng_state=False)
+    checkpoint(layer, leaf(), preserve_rng_state=False, use_reentrant=use_reentrant)
 
 
 def test_every_device_that_a_call_can_reach_is_preserved(monkeypatch) -> None:
