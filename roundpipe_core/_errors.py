@@ -7,6 +7,7 @@
     ├── MutationError   (also RuntimeError)    an input changed between the phases          R6
     ├── MismatchError   (also RuntimeError)    the phases differ in what backward needs     R10
     ├── OptionError     (also TypeError and ValueError)  an option that does not exist or cannot be
+    ├── ExchangeError   (also ValueError and BufferError)  an array cannot be taken in as asked
     └── VerifyError     (also RuntimeError)    `verify="raise"` found a changed decision
 
     UserWarning
@@ -21,6 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 __all__ = [
+    "ExchangeError",
     "Flip",
     "GradientError",
     "MismatchError",
@@ -61,6 +63,10 @@ class MismatchError(RoundPipeError, RuntimeError):
 
 class OptionError(RoundPipeError, TypeError, ValueError):
     """An option does not exist, or its value is not one it takes."""
+
+
+class ExchangeError(RoundPipeError, ValueError, BufferError):
+    """An array of another framework has no values to take, or cannot be taken as asked."""
 
 
 @dataclass(frozen=True)
