@@ -43,6 +43,8 @@ class Offer:
     """A numpy array of the values: a view if the memory is the host's. Types that numpy lacks come as unsigned."""
     clone: Callable[[], Any]
     """A copy in new memory of the same framework and device, row-major."""
+    hold: Callable[[], None] = lambda: None
+    """Make the owner refuse to give the memory away while somebody shares it, as far as that can be done."""
     locked: bool = False
     """Whether the array says of itself that nobody may write to it."""
 
@@ -133,8 +135,11 @@ class TorchTensors:
 
         def host() -> Any:
             here = plain.resolve_conj().resolve_neg().cpu()
-            unknown = str(here.dtype).startswith(("torch.bfloat16", "torch.float8"))
-            return (here.view((torch.uint8, torch.uint16)[itemsize - 1]) if unknown else here).numpy()
+            return sys.modules["numpy"].from_dlpack(_known_to_numpy(torch, here))
+
+        def hold() -> None:
+            if plain.device.type == "cpu":
+                _known_to_numpy(torch, plain).numpy()  # from here on torch refuses to resize this storage
 
         return Offer(
             framework="torch",
@@ -148,6 +153,7 @@ class TorchTensors:
             view=lambda: plain,
             host=host,
             clone=clone,
+            hold=hold,
         )
 
 
@@ -330,6 +336,11 @@ def _row_major(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 def _device_name(device: Any) -> str:
     return "cpu" if device.platform == "cpu" else f"cuda:{device.local_hardware_id}"
+
+
+def _known_to_numpy(torch: Any, tensor: Any) -> Any:
+    unknown = str(tensor.dtype).startswith(("torch.bfloat16", "torch.float8"))
+    return tensor.view((torch.uint8, torch.uint16)[tensor.element_size() - 1]) if unknown else tensor
 
 
 def under_trace(torch: Any) -> Fault | None:

@@ -118,6 +118,7 @@ class _Jax:
             return array
         if offer.device != "cpu":
             return _imported(offer.view())
+        offer.hold()
         return _put(_typed(offer), None if default_platform() == "cpu" else jax.devices("cpu")[0])
 
     def copy(self, offer: Offer, dtype: str, refuse: Callable[[Fault], ExchangeError]) -> jax.Array:
