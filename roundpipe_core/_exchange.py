@@ -189,9 +189,12 @@ def _article(name: str) -> str:
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
+_OURS = {"roundpipe_core", "roundpipe_torch", "roundpipe_jax"}
+
+
 def _users_line() -> str:
     """The innermost line outside of this project."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("roundpipe_"):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -117,7 +117,7 @@ class TorchTensors:
     def offer(self, value: Any) -> Offer:
         torch = sys.modules["torch"]
         with torch._C.DisableTorchFunctionSubclass():
-            plain = value.as_subclass(torch.Tensor).detach()  # stays right if `value` is given other memory
+            plain = value.as_subclass(torch.Tensor)  # stays right if `value` is given other memory
         itemsize = plain.element_size()
         lazy = plain.is_conj() or plain.is_neg()
 
