@@ -142,5 +142,3 @@ def registered() -> Iterator[None]:
     finally:
         del _backend._frontends[-1]
         _backend._by_type.clear()
-
-
