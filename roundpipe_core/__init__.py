@@ -11,9 +11,11 @@ from ._errors import (
     MismatchError,
     MutationError,
     OptionError,
+    ParityError,
     PhaseError,
     RoundPipeError,
     SlotError,
+    TapeError,
     VerifyError,
     VerifyWarning,
 )
@@ -25,6 +27,8 @@ from ._phase import (
     recompute_once,
     save_for_recompute,
 )
+from ._replay import record, replay
+from ._tape import Tape, TapeEntry
 
 __version__ = "0.1.0.dev0"
 
@@ -36,14 +40,20 @@ __all__ = [
     "MismatchError",
     "MutationError",
     "OptionError",
+    "ParityError",
     "PhaseError",
     "RoundPipeError",
     "SlotError",
+    "Tape",
+    "TapeEntry",
+    "TapeError",
     "VerifyError",
     "VerifyWarning",
     "doing_recompute",
     "get_recompute_data",
     "layer_scope",
     "recompute_once",
+    "record",
+    "replay",
     "save_for_recompute",
 ]
