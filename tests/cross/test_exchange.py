@@ -349,6 +349,19 @@ def test_torch_to_torch() -> None:
     assert (tensor[0].item(), apart[0].item()) == (1, 0)
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_torch_keeps_its_own_layouts(name: str) -> None:
+    tensor = LAYOUTS[name]
+    shared, report = roundpipe_torch.exchange(tensor, "share")
+    apart = roundpipe_torch.from_dlpack(tensor)
+
+    assert report.shared
+    assert (shared.data_ptr(), shared.stride()) == (tensor.data_ptr(), tensor.stride())
+    assert shared.tolist() == apart.tolist() == tensor.tolist()
+    assert apart.is_contiguous()
+    assert (apart.is_conj(), apart.is_neg()) == (False, False)
+
+
 def test_jax_to_jax() -> None:
     array = jnp.arange(4).astype("int4")
     assert roundpipe_jax.from_dlpack(array, "share") is array
