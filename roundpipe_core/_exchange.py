@@ -17,6 +17,7 @@ from ._producers import Fault, Offer, Producer, producer_of, said
 __all__ = ["CopyPolicy", "ExchangeReport", "Importer", "exchange", "is_foreign"]
 
 CopyPolicy = Literal["snapshot", "share", "auto"]
+_POLICIES = get_args(CopyPolicy)
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,12 @@ class Importer(Protocol):
 
 def exchange(importer: Importer, value: Any, copy: CopyPolicy) -> tuple[Any, ExchangeReport]:
     """An array of the importer's framework with the values of `value`, and what happened to the memory."""
-    if copy not in get_args(CopyPolicy):
+    if copy not in _POLICIES:
         raise OptionError(
             message(
                 f"from_dlpack: copy={copy!r} does not exist.",
                 [("called at", _users_line())],
-                f"choose one of {', '.join(map(repr, get_args(CopyPolicy)))}.",
+                f"choose one of {', '.join(map(repr, _POLICIES))}.",
             )
         )
     producer, source, value = _recognised(importer, value)

@@ -119,7 +119,7 @@ class _Jax:
         if offer.device != "cpu":
             return _imported(offer.view())
         offer.hold()
-        return _put(_typed(offer), None if default_platform() == "cpu" else jax.devices("cpu")[0])
+        return _put(_typed(offer), None if default_platform() == "cpu" else jax.local_devices(backend="cpu")[0])
 
     def copy(self, offer: Offer, dtype: str, refuse: Callable[[Fault], ExchangeError]) -> jax.Array:
         if offer.framework == self.name:
@@ -165,12 +165,12 @@ _WAY_OUT_OF_64_BITS = 'turn 64 bits on, jax.config.update("jax_enable_x64", True
 
 
 def _cuda_device(offer: Offer) -> Any:
-    """JAX's name for the device that the memory is on, or None."""
+    """JAX's name for the device that the memory is on, or None. Torch says cuda for ROCm too."""
     kind, _, index = offer.device.partition(":")
     if kind != "cuda":
         return None
     try:
-        devices = jax.local_devices(backend="cuda")
+        devices = jax.local_devices(backend="gpu")
     except RuntimeError:  # this JAX has no such backend
         return None
     return next((device for device in devices if device.local_hardware_id == int(index)), None)
