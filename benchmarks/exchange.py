@@ -22,8 +22,8 @@ SMALL, LARGE = 1 << 10, 1 << 30
 """Bytes."""
 
 
-def calls(one: Callable[[], Any], other: Callable[[], Any], times: int = 50) -> None:
-    ours, theirs, ratio = paired(repeated(other, times), repeated(one, times), 25)
+def calls(one: Callable[[], Any], other: Callable[[], Any], times: int = 10) -> None:
+    ours, theirs, ratio = paired(repeated(other, times), repeated(one, times), 101)
     print(f"{theirs / times * 1e6:10.0f} us {ours / times * 1e6:10.0f} us {ratio:8.3f}")
 
 

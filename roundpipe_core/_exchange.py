@@ -89,7 +89,7 @@ def exchange(importer: Importer, value: Any, copy: CopyPolicy) -> tuple[Any, Exc
             )
         )
     producer, source, value = _recognised(importer, value)
-    refuse = _refusal(importer, said(producer, source, value))
+    refuse = _refusal(importer, lambda: said(producer, source, value))
     fault = importer.fault() or producer.fault(value)
     if fault:
         raise refuse(fault)
@@ -152,7 +152,7 @@ def _recognised(importer: Importer, value: Any) -> tuple[Producer, str, Any]:
         return producer, producer.name, value
     library = type(value).__module__.partition(".")[0]
     if not _speaks_dlpack(value):
-        raise _refusal(importer, _article(type(value).__name__))(
+        raise _refusal(importer, lambda: _article(type(value).__name__))(
             (
                 "it is not an array",
                 "pass the array itself, of torch, JAX, numpy or another library with __dlpack__; "
@@ -162,7 +162,7 @@ def _recognised(importer: Importer, value: Any) -> tuple[Producer, str, Any]:
     try:
         view = importer.open(value)
     except Exception as error:  # whatever a foreign library raises
-        raise _refusal(importer, f"{_article(type(value).__name__)} of {library}")(
+        raise _refusal(importer, lambda: f"{_article(type(value).__name__)} of {library}")(
             (
                 f"its __dlpack__ failed: {str(error).rstrip('.') or type(error).__name__}",
                 "convert it to numpy or torch first.",
@@ -178,9 +178,9 @@ def _speaks_dlpack(value: Any) -> bool:
     return hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__") and not isinstance(value, type)
 
 
-def _refusal(importer: Importer, what: str) -> Callable[[Fault], ExchangeError]:
+def _refusal(importer: Importer, what: Callable[[], str]) -> Callable[[Fault], ExchangeError]:
     def refuse(fault: Fault) -> ExchangeError:
-        headline = f"{what} cannot be taken into {importer.spoken}: {fault[0]}."
+        headline = f"{what()} cannot be taken into {importer.spoken}: {fault[0]}."
         return ExchangeError(message(headline, [("called at", _users_line())], fault[1]))
 
     return refuse

@@ -5,13 +5,14 @@ A framework is looked up in `sys.modules`: an array of it exists only if it was 
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["DTYPES", "Fault", "Offer", "Producer", "overlaps", "producer_of", "said", "under_trace"]
+__all__ = ["DTYPES", "Fault", "Offer", "Producer", "dtype_name", "overlaps", "producer_of", "said", "under_trace"]
 
 Fault = tuple[str, str]
 """What is in the way, and the way out."""
@@ -219,7 +220,7 @@ class JaxArrays:
 
         return Offer(
             framework="jax",
-            dtype=value.dtype.name,
+            dtype=dtype_name(value.dtype),
             shape=value.shape,
             strides=_row_major(value.shape, value.dtype.itemsize),
             itemsize=value.dtype.itemsize,
@@ -271,7 +272,7 @@ class NumpyArrays:
 
         return Offer(
             framework="numpy",
-            dtype=value.dtype.name,
+            dtype=dtype_name(value.dtype),
             shape=value.shape,
             strides=value.strides,
             itemsize=value.itemsize,
@@ -301,6 +302,13 @@ def said(producer: Producer, source: str, value: Any) -> str:
         return f"{noun} {dtype}{list(value.shape)}"
     except Exception:  # a lazy parameter has no shape yet
         return noun
+
+
+@functools.lru_cache(256)
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype of numpy or JAX. They make it anew each time, slowly."""
+    name: str = dtype.name
+    return name
 
 
 def overlaps(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:

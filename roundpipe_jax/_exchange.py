@@ -19,7 +19,7 @@ import numpy as np
 from roundpipe_core import ExchangeError, ExchangeReport
 from roundpipe_core._exchange import CopyPolicy, is_foreign
 from roundpipe_core._exchange import exchange as exchanged
-from roundpipe_core._producers import DTYPES, Fault, Offer
+from roundpipe_core._producers import DTYPES, Fault, Offer, dtype_name
 
 from ._jax import default_platform, is_running, is_tracer
 
@@ -98,7 +98,9 @@ class _Jax:
     def dtype_for(self, offer: Offer) -> str | None:
         if offer.framework == self.name:
             return offer.dtype
-        return jax.dtypes.canonicalize_dtype(jnp.dtype(offer.dtype)).name if offer.dtype in DTYPES else None
+        if offer.dtype not in DTYPES:
+            return None
+        return dtype_name(jax.dtypes.canonicalize_dtype(jnp.dtype(offer.dtype)))
 
     def obstacle(self, offer: Offer) -> Fault | None:
         if offer.device != "cpu" and _cuda_device(offer) is None:
@@ -142,7 +144,7 @@ class _Jax:
 
     def describe(self, array: jax.Array) -> tuple[str, tuple[int, ...], int | None]:
         pointer = array.unsafe_buffer_pointer() if len(array.devices()) == 1 else None
-        return array.dtype.name, array.shape, pointer
+        return dtype_name(array.dtype), array.shape, pointer
 
     def _refuse_loss(self, values: Any, dtype: str, refuse: Callable[[Fault], ExchangeError]) -> None:
         if values.dtype.kind in "fc":
@@ -191,7 +193,7 @@ def _imported(array: Any) -> jax.Array:
 def _typed(offer: Offer) -> Any:
     """The values as a numpy array of their own dtype."""
     values = offer.host()
-    return values if values.dtype.name == offer.dtype else values.view(jnp.dtype(offer.dtype))
+    return values if dtype_name(values.dtype) == offer.dtype else values.view(jnp.dtype(offer.dtype))
 
 
 def _aligned(shape: tuple[int, ...], dtype: Any) -> Any:

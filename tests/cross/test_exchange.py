@@ -293,7 +293,7 @@ def test_no_growth_over_many_exchanges() -> None:
             roundpipe_torch.from_dlpack(roundpipe_jax.from_dlpack(tensor, copy), copy)
     gc.collect()
 
-    assert len(jax.live_arrays()) == before
+    assert len(jax.live_arrays()) <= before
 
 
 # ------------------------------------------------------------------------------------------- 64 bits
