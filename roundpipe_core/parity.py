@@ -94,7 +94,7 @@ def converted(framework: str, values: Any) -> Any:
 
     Args:
         framework: "torch" or "jax"; its frontend has to be imported.
-        values: of any framework. Arrays are copied; integers become the framework's index type.
+        values: of any framework. Arrays of another one are copied, and their integers become the framework's index type.
 
     Raises:
         OptionError: no frontend of that name is imported.
