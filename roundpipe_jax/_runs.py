@@ -37,8 +37,8 @@ from ._jax import (
 
 __all__ = [
     "SAVED",
-    "Journal",
     "JaxRun",
+    "Journal",
     "NeedsFreshTraces",
     "NeedsTags",
     "NeedsTangents",

@@ -163,5 +163,5 @@ def test_the_residual_lane_reduces_over_a_vmap_only_where_backward_is_in_it() ->
     ours = remat(reduced, mode="custom_vjp", label="reduced")
     same(gradient(ours), gradient(reduced))
     same(outside(remat(reduced)), outside(reduced))
-    with pytest.raises(OptionError, match="layer 'reduced'.*cannot reduce over the axis of a vmap around the layer"):
+    with pytest.raises(OptionError, match=r"layer 'reduced'.*cannot reduce over the axis of a vmap around the layer"):
         outside(ours)
