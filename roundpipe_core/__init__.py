@@ -20,9 +20,11 @@ from ._errors import (
 from ._phase import (
     doing_recompute,
     get_recompute_data,
+    keep,
     layer_scope,
     recompute_once,
     save_for_recompute,
+    update_once,
 )
 from ._replay import record, replay
 from ._tape import Tape, TapeEntry
@@ -45,9 +47,11 @@ __all__ = [
     "VerifyWarning",
     "doing_recompute",
     "get_recompute_data",
+    "keep",
     "layer_scope",
     "recompute_once",
     "record",
     "replay",
     "save_for_recompute",
+    "update_once",
 ]

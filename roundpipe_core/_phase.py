@@ -31,11 +31,13 @@ __all__ = [
     "Run",
     "doing_recompute",
     "get_recompute_data",
+    "keep",
     "layer_scope",
     "open_slot",
     "recompute_once",
     "save_for_recompute",
     "thread",
+    "update_once",
 ]
 
 P = ParamSpec("P")
@@ -54,10 +56,11 @@ class Phase(enum.Enum):
 class Run:
     """One execution of a region. Frontends derive from it."""
 
-    __slots__ = ("_counts", "_seen", "_uncertain", "flips", "phase", "scope", "slot", "taken")
+    __slots__ = ("_counts", "_seen", "_uncertain", "flips", "phase", "repeats", "scope", "slot", "taken")
 
     def __init__(self, phase: Phase, slot: Slot) -> None:
         self.phase = phase
+        self.repeats = phase in (Phase.RECOMPUTE, Phase.AUDIT)  # the same code ran before; a replay's forward does not
         self.slot = slot
         self.scope: tuple[str, ...] = ()
         self.flips: list[Flip] = []  # found by an audit
@@ -117,9 +120,7 @@ class Run:
         return data
 
     def once(self, function: Callable[[], T], called: Any, place: Place) -> T:
-        name = self.slot.once_name(self.scope, label_of(called))
-        count = self.count((self.scope, name))
-        key = (self.scope, name if count == 0 else f"{name} #{count}")
+        key = self.numbered(self.slot.once_name(self.scope, label_of(called)))
         if self.phase is Phase.RECOMPUTE:
             saved: T = self._read(key, place)
             return saved
@@ -129,6 +130,35 @@ class Run:
         else:
             self.flips += self.slot.read(key, place).differences(self.slot.label, key, value)
         return value
+
+    def keep(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> T:
+        """`function` with its outputs kept. A run that nothing will recompute keeps nothing."""
+        return function(*args, **kwargs)
+
+    def update(self, function: Callable[[], Any], called: Any) -> None:
+        """Call `function` for what it does to state, unless this run repeats one that did."""
+        key = self.numbered(f"update_once({label_of(called)})")
+        if not self.repeats:
+            self._decide(lambda: _nothing(function()))
+            self.slot.kept[key] = Update(self.state())
+            return
+        done = self.slot.kept.get(key)
+        if done is not None:
+            self.restore_state(done.state)
+
+    def numbered(self, name: str) -> Key:
+        """The key of the next call of this name in the open scope."""
+        count = self.count((self.scope, name))
+        return self.scope, name if count == 0 else f"{name} #{count}"
+
+    def met(self) -> dict[Any, int]:
+        """How often everything was met so far."""
+        return self._counts.copy()
+
+    def skip(self, met: dict[Any, int]) -> None:
+        """Count what the forward met in a part that this run leaves out."""
+        for key, times in met.items():
+            self._counts[key] = self._counts.get(key, 0) + times
 
     def child(self, label: Any) -> Slot:
         """The slot of a region that starts inside this run: new in forward, the forward's later (R8)."""
@@ -176,6 +206,23 @@ class Run:
             return self.without_gradient(function)
         finally:
             thread.run = before
+
+
+def _nothing(result: object) -> None:
+    """Drop a result that is not asked for."""
+
+
+class Update:
+    """What a call of `update_once` leaves for the recompute: the state of random numbers right after it (R7)."""
+
+    __slots__ = ("state",)
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def nbytes(self) -> int:
+        """Bytes of arrays kept: none."""
+        return 0
 
 
 class _Thread(threading.local):
@@ -306,6 +353,62 @@ def recompute_once(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
         return result
     args, kwargs = run.arguments((args, kwargs))
     return run.once(lambda: function(*args, **kwargs), function, _caller())
+
+
+def keep(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a differentiable `function` in forward only; the recompute gets its outputs.
+
+    >>> from roundpipe_core import keep
+    >>> keep(max, 3, 4)
+    4
+
+    For what is dear to compute and small to hold: attention, an expert, a kernel with a backward of its own. Gradients
+    flow through as if it were called directly. Held until backward are its outputs and those tensors that its
+    backward needs and it made itself. What backward needs of its arguments is recomputed, so pass tensors as arguments.
+
+    Args:
+        function: returns any structure of arrays and other values.
+        *args: handed to `function`, as is `kwargs`.
+
+    Returns:
+        What `function` returns.
+
+    Raises:
+        SlotError: the recompute calls it at a place where the forward did not.
+        MutationError: from backward, if an output or, by `function`, an argument was changed in place.
+
+    Implements R6, R7, R8 and R10. Outside a checkpointed layer it just calls `function`.
+    """
+    run = thread.run
+    if run is None or run.phase is Phase.OFF:
+        return function(*args, **kwargs)
+    return run.keep(function, args, kwargs, _caller())
+
+
+def update_once(function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Call `function` for what it does to state: in forward, and not again in the recompute.
+
+    >>> from roundpipe_core import update_once
+    >>> cache = []
+    >>> update_once(cache.append, "key")
+    >>> cache
+    ['key']
+
+    For counters, load-balance biases, caches: whatever a layer moves on by one with each forward. `function` runs
+    without gradient. Outside a checkpointed layer, in evaluation and in a replay of a tape it runs too.
+
+    Args:
+        function: changes state. What it returns is dropped.
+        *args: handed to `function`, as is `kwargs`.
+
+    Implements R7 and R8.
+    """
+    run = thread.run
+    if run is None or run.phase is Phase.OFF:
+        without_gradient(lambda: function(*args, **kwargs))
+        return
+    args, kwargs = run.arguments((args, kwargs))
+    run.update(lambda: function(*args, **kwargs), function)
 
 
 class layer_scope:  # noqa: N801 - used like a function

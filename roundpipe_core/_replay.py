@@ -38,6 +38,10 @@ class _TapeRun(Run):
 
     __slots__ = ()
 
+    def __init__(self, phase: Phase, slot: Slot) -> None:
+        super().__init__(phase, slot)
+        self.repeats = False
+
     def save(self, data: tuple[Any, ...], name: str | None, place: Place) -> tuple[Any, ...]:
         return super().save(data, self._next(name), place)
 

@@ -104,7 +104,7 @@ class Entry:
 class Slot:
     """The decisions of one call of a region, and the slots of the regions inside it (R8)."""
 
-    __slots__ = ("__weakref__", "_label", "born", "children", "entries", "orphan", "rows")
+    __slots__ = ("__weakref__", "_label", "born", "children", "entries", "kept", "orphan", "rows")
 
     def __init__(self, label: Any, orphan: bool = False) -> None:
         self._label = label
@@ -112,6 +112,7 @@ class Slot:
         self.born = next(_births)
         self.entries: dict[Key, Entry] = {}
         self.children: dict[Any, list[Slot]] = {}
+        self.kept: dict[Key, Any] = {}  # what a frontend keeps of parts that a recompute leaves out
         self.rows: frozenset[int] | None = None  # on the way to or from a tape: see `line_up`
 
     @property
@@ -180,7 +181,7 @@ class Slot:
 
     def nbytes(self) -> int:
         """Bytes of all arrays kept, inner regions included (R12)."""
-        own = sum(entry.nbytes() for entry in self.entries.values())
+        own: int = sum(held.nbytes() for held in (*self.entries.values(), *self.kept.values()))
         return own + sum(slot.nbytes() for slots in self.children.values() for slot in slots)
 
 

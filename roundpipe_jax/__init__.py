@@ -20,11 +20,13 @@ from roundpipe_core import (
     __version__,
     doing_recompute,
     get_recompute_data,
+    keep,
     layer_scope,
     recompute_once,
     record,
     replay,
     save_for_recompute,
+    update_once,
 )
 from roundpipe_core._backend import outside_saves, register_backend
 
@@ -56,6 +58,7 @@ __all__ = [
     "doing_recompute",
     "explain",
     "get_recompute_data",
+    "keep",
     "layer_scope",
     "recompute_once",
     "record",
@@ -66,6 +69,7 @@ __all__ = [
     "save_either",
     "save_for_recompute",
     "save_policy",
+    "update_once",
 ]
 
 register_backend(JaxArrays())

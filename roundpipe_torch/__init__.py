@@ -17,11 +17,13 @@ from roundpipe_core import (
     __version__,
     doing_recompute,
     get_recompute_data,
+    keep,
     layer_scope,
     recompute_once,
     record,
     replay,
     save_for_recompute,
+    update_once,
 )
 
 from . import _backend as _backend  # makes tensors known to the core
@@ -49,6 +51,7 @@ __all__ = [
     "checkpoint_sequential",
     "doing_recompute",
     "get_recompute_data",
+    "keep",
     "layer_scope",
     "recompute_contexts",
     "recompute_once",
@@ -56,4 +59,5 @@ __all__ = [
     "remat",
     "replay",
     "save_for_recompute",
+    "update_once",
 ]

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from roundpipe_core import RoundPipeError
 from roundpipe_core._backend import expand
 from roundpipe_core._phase import Phase, Run, thread
-from roundpipe_core._slots import Slot
+from roundpipe_core._slots import Place, Slot
 from roundpipe_core._trees import flatten
 
 from ._backend import adopted
@@ -36,6 +36,7 @@ from ._errors import (
     tensor_changed,
 )
 from ._inputs import Inputs
+from ._keep import keep
 from ._matching import Leaf, Pairs, Trace, match, match_aligned, node_count, node_names, region_codes
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replayed
 from ._verify import Audit
@@ -66,27 +67,43 @@ class Options(NamedTuple):
 class TorchRun(Run):
     """A run whose saved tensors are traced and whose random numbers line up."""
 
-    __slots__ = ("_aligned", "_drew", "_outer", "generators", "trace")
+    __slots__ = ("__weakref__", "_aligned", "_drew", "_outer", "generators", "keeping", "own_graph", "trace")
 
     def __init__(
         self, phase: Phase, slot: Slot, trace: Trace | None, generators: Generators | None, outer: Run | None = None
     ) -> None:
         super().__init__(phase, slot)
         self._outer = outer  # the run that this one is a part of
+        if outer is not None:
+            self.repeats = outer.repeats
+        self.own_graph: bool = isinstance(outer, TorchRun) and outer.own_graph  # the gradient is the recompute's own
+        self.keeping = False  # inside a function that the recompute leaves out
         self.trace = trace
         self.generators = generators
         self._aligned: list[torch.Tensor] = []
         self._drew = False
 
     def consulted(self) -> None:
-        if self.trace is not None:
+        if self.trace is not None and not self.keeping:
             self.trace.split()
 
     def told(self) -> None:
+        if self.keeping:  # what is learned in there the recompute does not ask
+            return
         if self.trace is not None:
             self.trace.told()
         if self._outer is not None:  # what the layer inside does with the answer may show in what it returns
             self._outer.told()
+
+    def keep(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> Any:
+        return keep(self, function, args, kwargs, place)
+
+    def outermost(self) -> TorchRun:
+        """The run of a region that this one is inside of, itself if there is none."""
+        run = self
+        while isinstance(run._outer, TorchRun):
+            run = run._outer
+        return run
 
     def state(self) -> list[torch.Tensor] | None:  # R7
         return self.generators.since_start() if self.generators else None

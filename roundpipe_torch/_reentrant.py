@@ -24,6 +24,7 @@ from roundpipe_core._trees import Spec, flatten, unflatten
 
 from ._errors import drawn_in_a_crowd, drawn_in_another_layout, started_inside, tensor_changed, wrong_option
 from ._frames import Options, TorchRun, is_told
+from ._keep import release
 from ._matching import Trace, other_layout, region_codes
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replayed
 
@@ -56,6 +57,7 @@ def reentrant(
 
 
 _TENSOR = object()
+_retains: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 _NO_CONTEXT = contextlib.nullcontext()
 
 
@@ -63,8 +65,8 @@ class _Region:
     """What both directions need, but for the tensors, which autograd keeps."""
 
     __slots__ = (
-        "__weakref__", "ambient", "crowded", "function", "generators", "leaves", "located", "output_leaves",
-        "output_spec", "slot", "spec", "trace",
+        "__weakref__", "ambient", "crowded", "function", "generators", "leaves", "located", "outermost",
+        "output_leaves", "output_spec", "slot", "spec", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -76,6 +78,7 @@ class _Region:
         self.ambient = Ambient()
         self.crowded = False
         self.located = is_told(thread.run)
+        self.outermost = True  # of the regions of this engine
         self.trace = Trace(False, self.located)
         self.output_spec: Spec
         self.output_leaves: list[Any] = []
@@ -88,7 +91,9 @@ class _Region:
         visit = Visit(self.generators)
         try:
             with torch.enable_grad(), saved_tensors_hooks(partial(_drop, self), _refuse):
-                leaves = self._run(TorchRun(phase, self.slot, self.trace, self.generators, thread.run), tensors)
+                run = TorchRun(phase, self.slot, self.trace, self.generators, thread.run)
+                self.outermost, run.own_graph = not run.own_graph, True
+                leaves = self._run(run, tensors)
         finally:
             self.crowded = visit.end()
         if self.generators and self.generators.missed():
@@ -107,6 +112,7 @@ class _Region:
         kept = generators.now() if generators else []
         visit = Visit(generators)
         run = TorchRun(Phase.RECOMPUTE, self.slot, trace, generators)
+        run.own_graph = True
         hooks = (
             saved_tensors_hooks(partial(_note, self.slot, trace), _unnote) if self.trace.told_at >= 0 else _NO_CONTEXT
         )
@@ -183,6 +189,8 @@ class _Reentrant(torch.autograd.Function):
         ]
         if with_grad:
             torch.autograd.backward([out for out, _ in with_grad], [grad for _, grad in with_grad])
+        if region.outermost and not _retains():
+            release(region.slot)
         return (None, None, None, *(tensor.grad for tensor in tensors))
 
 
