@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -104,6 +104,14 @@ class TorchRun(Run):
         while isinstance(run._outer, TorchRun):
             run = run._outer
         return run
+
+    def traces(self) -> Iterator[Trace]:
+        """The traces of this run and of those that it is a part of."""
+        run: Run | None = self
+        while isinstance(run, TorchRun):
+            if run.trace is not None:
+                yield run.trace
+            run = run._outer
 
     def state(self) -> list[torch.Tensor] | None:  # R7
         return self.generators.since_start() if self.generators else None

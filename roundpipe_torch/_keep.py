@@ -432,11 +432,13 @@ def _isolated(kept: Kept, outputs: Any, call: _Call, waiting: list[_Argument], s
 
 
 def _line_up(run: Any, kept: Kept, outputs: Any, nodes: int) -> None:
-    """Let a trace count nodes from here as if the function had run."""
+    """Let traces count nodes from here as if the function had run."""
     if not run.repeats:
         kept.nodes = nodes
-    elif run.trace is not None:
-        run.trace.skip(nodes - kept.nodes)
+        return
+    for trace in run.traces():
+        trace.skip(nodes - kept.nodes)
+    if run.trace is not None:
         leaves: list[Any] = []
         flatten(outputs, leaves, expand)
         tracked = [leaf for leaf, out in zip(leaves, kept.outputs, strict=True) if out.tracked]
