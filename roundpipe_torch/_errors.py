@@ -23,6 +23,7 @@ from roundpipe_core._slots import Place, label_of, where
 __all__ = [
     "CheckpointMismatchError",
     "argument_written",
+    "buffer_unknown",
     "captured",
     "context_swallowed",
     "differentiated_inside",
@@ -191,6 +192,19 @@ def argument_written(layer: str, name: str, place: Place, tensor: torch.Tensor) 
             f"layer {layer!r}: {name} changed an argument in place, and is not run again: {_described(tensor)}.",
             [("kept at", where(place))],
             "let the function return the new tensor. State that outlives the layer (a buffer, a cache) may be changed.",
+        )
+    )
+
+
+def buffer_unknown(layer: str, module: str, name: str) -> MutationError:
+    """A forward changed a large buffer for the first time, whose values before nobody kept."""
+    return MutationError(
+        message(
+            f"layer {layer!r}: the forward changed buffer {name!r} of {module}, which earlier forwards left as it was, "
+            "so the recompute cannot start from its old values.",
+            [],
+            "change it with update_once(...), which the recompute leaves out, if the layer's output needs the new "
+            "values only.",
         )
     )
 

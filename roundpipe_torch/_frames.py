@@ -20,10 +20,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from roundpipe_core import RoundPipeError
 from roundpipe_core._backend import expand
 from roundpipe_core._phase import Phase, Run, thread
+from roundpipe_core._replay import TapedSlot
 from roundpipe_core._slots import Place, Slot
 from roundpipe_core._trees import flatten
 
 from ._backend import adopted
+from ._buffers import Buffers
 from ._errors import (
     context_swallowed,
     drawn_in_a_crowd,
@@ -67,7 +69,7 @@ class Options(NamedTuple):
 class TorchRun(Run):
     """A run whose saved tensors are traced and whose random numbers line up."""
 
-    __slots__ = ("__weakref__", "_aligned", "_drew", "_outer", "generators", "keeping", "own_graph", "trace")
+    __slots__ = ("__weakref__", "_aligned", "_drew", "_outer", "buffers", "generators", "keeping", "own_graph", "trace")
 
     def __init__(
         self, phase: Phase, slot: Slot, trace: Trace | None, generators: Generators | None, outer: Run | None = None
@@ -77,6 +79,7 @@ class TorchRun(Run):
         if outer is not None:
             self.repeats = outer.repeats
         self.own_graph: bool = isinstance(outer, TorchRun) and outer.own_graph  # the gradient is the recompute's own
+        self.buffers: Buffers | None = None  # that this run may change
         self.keeping = False  # inside a function that the recompute leaves out
         self.trace = trace
         self.generators = generators
@@ -97,6 +100,21 @@ class TorchRun(Run):
 
     def keep(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> Any:
         return keep(self, function, args, kwargs, place)
+
+    def _decide(self, function: Callable[[], Any]) -> Any:
+        with self.aside():
+            return super()._decide(function)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around a part of the forward that recomputes leave out."""
+        with contextlib.ExitStack() as stack:
+            run: Run | None = self
+            while isinstance(run, TorchRun):
+                if run.buffers is not None:
+                    stack.enter_context(run.buffers.aside())
+                run = run._outer
+            yield
 
     def outermost(self) -> TorchRun:
         """The run of a region that this one is inside of, itself if there is none."""
@@ -127,7 +145,7 @@ class TorchRun(Run):
         return self._drew or bool(self.generators and self._aligned and not self.generators.at(self._aligned))
 
     def adopt(self, leaf: Any, like: Any) -> Any:  # R13
-        return adopted(self.slot, leaf, like)
+        return adopted(self.slot, leaf, like) if isinstance(self.slot, TapedSlot) else leaf
 
     def without_gradient(self, function: Callable[[], Any]) -> Any:
         with torch.no_grad():
@@ -175,8 +193,8 @@ class Frame:
     """One call of a region."""
 
     __slots__ = (
-        "__weakref__", "_ambient", "_crowded", "_function", "_generators", "_inputs", "_located", "_lock", "_needed",
-        "_options", "_outputs", "_verified", "returned", "slot", "stop_at", "trace",
+        "__weakref__", "_ambient", "_buffers", "_crowded", "_function", "_generators", "_inputs", "_located", "_lock",
+        "_needed", "_options", "_outputs", "_verified", "returned", "slot", "stop_at", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -190,10 +208,11 @@ class Frame:
             Generators(generators_of(function, (*args, *kwargs.values()))) if options.preserve_rng_state else None
         )
         self._ambient = Ambient()
+        self._buffers = Buffers(function, (*args, *kwargs.values()))
         self._lock = threading.RLock()
         self._needed: list[int] = []
         self._outputs: Any = None
-        self._verified = options.verify == "off"
+        self._verified = options.verify == "off" or isinstance(slot, TapedSlot)  # a replay repeats nothing
         self._crowded = False
         self.returned = False
         self.stop_at = -1
@@ -204,6 +223,7 @@ class Frame:
         """Run the region for the first time."""
         outer = thread.run
         run = TorchRun(phase, self.slot, self.trace, self._generators, outer)
+        run.buffers = self._buffers
         visit = Visit(self._generators)
         outputs: Any = _NOTHING
         try:
@@ -215,6 +235,7 @@ class Frame:
                     thread.run = outer
         finally:
             self._crowded = visit.end()
+        self._buffers.settle()
         if self._generators and self._generators.missed():
             raise started_inside(self.slot.label)
         if outputs is _NOTHING:
@@ -309,7 +330,8 @@ class Frame:
         if self._verified:
             return None
         self._verified = True
-        return Audit(self._function, args, kwargs, self.slot, self._generators)
+        with self._buffers.copies(self.slot.label, told=True):  # as a plain recompute would find them
+            return Audit(self._function, args, kwargs, self.slot, self._generators)
 
     def _audited(self, audit: Audit, outputs: Any) -> None:
         before, self._outputs = self._outputs, None
@@ -360,7 +382,9 @@ class _Recompute:
             with torch.enable_grad(), frame._ambient.restored():
                 audit = frame._audit(args, kwargs)
                 run.restore_state(generators.start if generators else None)
-                with options.context(1), saved_tensors_hooks(self._pack, _unpack_recomputed), watch or _NO_CONTEXT:
+                copies = frame._buffers.copies(frame.slot.label, told=frame.trace.told_at >= 0)
+                hooks = saved_tensors_hooks(self._pack, _unpack_recomputed)
+                with options.context(1), copies, hooks, watch or _NO_CONTEXT:
                     thread.run = run
                     try:
                         outputs = frame._function(*args, **kwargs)

@@ -386,7 +386,7 @@ def _ran(
     packer = _Packer(site, given)
     run.keeping = True
     try:
-        with saved_tensors_hooks(packer.pack, _unpack):
+        with run.aside(), saved_tensors_hooks(packer.pack, _unpack):
             outputs = call(given)
     finally:
         run.keeping = site.running = False

@@ -22,6 +22,7 @@ from roundpipe_core._phase import Phase, thread
 from roundpipe_core._slots import Slot
 from roundpipe_core._trees import Spec, flatten, unflatten
 
+from ._buffers import Buffers
 from ._errors import drawn_in_a_crowd, drawn_in_another_layout, started_inside, tensor_changed, wrong_option
 from ._frames import Options, TorchRun, is_told
 from ._keep import release
@@ -65,7 +66,7 @@ class _Region:
     """What both directions need, but for the tensors, which autograd keeps."""
 
     __slots__ = (
-        "__weakref__", "ambient", "crowded", "function", "generators", "leaves", "located", "outermost",
+        "__weakref__", "ambient", "buffers", "crowded", "function", "generators", "leaves", "located", "outermost",
         "output_leaves", "output_spec", "slot", "spec", "trace",
     )  # fmt: skip
 
@@ -76,6 +77,7 @@ class _Region:
         self.leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.generators = Generators(generators_of(function, leaves)) if options.preserve_rng_state else None
         self.ambient = Ambient()
+        self.buffers = Buffers(function, leaves)
         self.crowded = False
         self.located = is_told(thread.run)
         self.outermost = True  # of the regions of this engine
@@ -93,9 +95,11 @@ class _Region:
             with torch.enable_grad(), saved_tensors_hooks(partial(_drop, self), _refuse):
                 run = TorchRun(phase, self.slot, self.trace, self.generators, thread.run)
                 self.outermost, run.own_graph = not run.own_graph, True
+                run.buffers = self.buffers
                 leaves = self._run(run, tensors)
         finally:
             self.crowded = visit.end()
+        self.buffers.settle()
         if self.generators and self.generators.missed():
             raise started_inside(self.slot.label)
         return leaves
@@ -117,7 +121,8 @@ class _Region:
             saved_tensors_hooks(partial(_note, self.slot, trace), _unnote) if self.trace.told_at >= 0 else _NO_CONTEXT
         )
         try:
-            with torch.enable_grad(), self.ambient.restored(), hooks, watch or _NO_CONTEXT:
+            copies = self.buffers.copies(self.slot.label, told=self.trace.told_at >= 0)
+            with torch.enable_grad(), self.ambient.restored(), copies, hooks, watch or _NO_CONTEXT:
                 run.restore_state(generators.start if generators else None)
                 leaves = self._run(run, tensors)
             relaid = other_layout(self.trace, trace)
