@@ -19,6 +19,7 @@ from __future__ import annotations
 import enum
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -87,6 +88,9 @@ class Run:
         """What `recompute_once` hands to the function: `values`, or the same without gradient."""
         return values
 
+    def stored(self, entry: Entry, offload: bool | None) -> None:
+        """A save is in the slot. It may be moved to the host; `offload` is what the save itself says about that."""
+
     def adopt(self, leaf: Any, like: Any) -> Any:
         """`leaf` of a tape as an array of this frontend, like `like`, which the layer decided itself (R13).
 
@@ -101,10 +105,12 @@ class Run:
 
     # What the public functions do
 
-    def save(self, data: tuple[Any, ...], name: str | None, place: Place) -> tuple[Any, ...]:
+    def save(
+        self, data: tuple[Any, ...], name: str | None, place: Place, offload: bool | None = None
+    ) -> tuple[Any, ...]:
         key = (self.scope, name)
         if self.phase is Phase.FORWARD:
-            self._written(self.slot.write(key, data, place))
+            self._written(self.slot.write(key, data, place), offload)
             return data
         if self.phase is Phase.RECOMPUTE:
             saved: tuple[Any, ...] = self._read(key, place, data)
@@ -184,7 +190,8 @@ class Run:
         self._counts[key] = count + 1
         return count
 
-    def _written(self, entry: Entry) -> None:
+    def _written(self, entry: Entry, offload: bool | None = None) -> None:
+        self.stored(entry, offload)
         entry.state = self.state()
         entry.counts = self._counts.copy()
         self.consulted()
@@ -220,9 +227,9 @@ class Update:
     def __init__(self, state: Any) -> None:
         self.state = state
 
-    def nbytes(self) -> int:
+    def places(self) -> Counter[str]:
         """Bytes of arrays kept: none."""
-        return 0
+        return Counter()
 
 
 class _Thread(threading.local):
@@ -241,7 +248,7 @@ def open_slot(label: Any) -> tuple[Phase, Slot]:
     return outer.phase, outer.child(label)
 
 
-def save_for_recompute(*data: Any, name: str | None = None) -> tuple[Any, ...]:
+def save_for_recompute(*data: Any, name: str | None = None, offload: bool | None = None) -> tuple[Any, ...]:
     """Keep a decision of this layer for its recompute.
 
     In the forward of a checkpointed layer, stores `data` and returns it. In the recompute, stores nothing and
@@ -256,6 +263,8 @@ def save_for_recompute(*data: Any, name: str | None = None) -> tuple[Any, ...]:
             them. Arrays and containers are copied; objects of other types are kept by reference. No array may
             carry gradient.
         name: under which to read it. A layer saves once without a name and once per name.
+        offload: True keeps the arrays in host memory until backward, of any size; False keeps them where they are.
+            None leaves it to the layer's own `offload` option.
 
     Returns:
         `data` as a tuple; in the recompute the tuple that the forward stored.
@@ -263,11 +272,19 @@ def save_for_recompute(*data: Any, name: str | None = None) -> tuple[Any, ...]:
     Raises:
         SlotError: a second save under the same name, or, in the recompute, nothing stored by the forward.
         GradientError: an array in `data` carries gradient.
-        OptionError: `name` is not a string.
+        OptionError: `name` is not a string, or `offload` not a bool.
 
     Implements R2, R4, R5, R6. Outside a region, or with gradients off, nothing is stored.
     """
     _check_name(name, "save_for_recompute")
+    if offload is not None and not isinstance(offload, bool):
+        raise OptionError(
+            message(
+                f"save_for_recompute: offload must be True, False or None, not {offload!r}.",
+                [("called at", where(_caller()))],
+                "where to keep it is an option of the layer: remat(layer, offload=...).",
+            )
+        )
     run = thread.run
     if run is None:
         for hand_over in outside_saves:
@@ -275,7 +292,7 @@ def save_for_recompute(*data: Any, name: str | None = None) -> tuple[Any, ...]:
         return data
     if run.phase is Phase.OFF:
         return data
-    return run.save(data, name, _caller())
+    return run.save(data, name, _caller(), offload)
 
 
 def doing_recompute() -> bool:

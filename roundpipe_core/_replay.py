@@ -43,7 +43,9 @@ class _TapeRun(Run):
         super().__init__(phase, slot)
         self.repeats = False
 
-    def save(self, data: tuple[Any, ...], name: str | None, place: Place) -> tuple[Any, ...]:
+    def save(
+        self, data: tuple[Any, ...], name: str | None, place: Place, offload: bool | None = None
+    ) -> tuple[Any, ...]:
         return super().save(data, self._next(name), place)
 
     def get(self, name: str | None, place: Place) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ import functools
 import itertools
 import operator
 import types
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -79,6 +80,14 @@ class Entry:
     def nbytes(self) -> int:
         """Bytes of the arrays kept."""
         return sum(map(nbytes, self.backends, self.leaves))
+
+    def places(self) -> Counter[str]:
+        """Bytes of the arrays kept, by where they are."""
+        held: Counter[str] = Counter()
+        for backend, leaf in zip(self.backends, self.leaves, strict=True):
+            if backend is not None:
+                held[backend.place(leaf)] += backend.nbytes(leaf)
+        return held
 
     def differences(self, layer: str, key: Key, data: Any) -> Iterator[Flip]:
         """What `data`, decided again, has otherwise than this entry."""
@@ -192,8 +201,17 @@ class Slot:
 
     def nbytes(self) -> int:
         """Bytes of all arrays kept, inner regions included (R12)."""
-        own: int = sum(held.nbytes() for held in (*self.entries.values(), *self.kept.values()))
-        return own + sum(slot.nbytes() for slots in self.children.values() for slot in slots)
+        return sum(self.places().values())
+
+    def places(self) -> Counter[str]:
+        """The same by where they are: a device, or the host (R12)."""
+        held: Counter[str] = Counter()
+        for item in (*self.entries.values(), *self.kept.values()):
+            held += item.places()
+        for slots in self.children.values():
+            for slot in slots:
+                held += slot.places()
+        return held
 
 
 _births = itertools.count()

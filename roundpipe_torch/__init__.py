@@ -31,6 +31,7 @@ from . import _backend as _backend  # makes tensors known to the core
 from ._checkpoint import checkpoint, checkpoint_sequential, recompute_contexts
 from ._errors import CheckpointMismatchError
 from ._modules import remat
+from ._offload import Offload
 
 __all__ = [
     "CheckpointMismatchError",
@@ -38,6 +39,7 @@ __all__ = [
     "GradientError",
     "MismatchError",
     "MutationError",
+    "Offload",
     "OptionError",
     "ParityError",
     "PhaseError",

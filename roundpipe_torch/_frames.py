@@ -18,10 +18,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from roundpipe_core import RoundPipeError
-from roundpipe_core._backend import expand
+from roundpipe_core._backend import backend_of, expand
 from roundpipe_core._phase import Phase, Run, thread
 from roundpipe_core._replay import TapedSlot
-from roundpipe_core._slots import Place, Slot
+from roundpipe_core._slots import Entry, Place, Slot
 from roundpipe_core._trees import flatten
 
 from ._backend import adopted
@@ -40,6 +40,7 @@ from ._errors import (
 from ._inputs import Inputs
 from ._keep import keep
 from ._matching import Leaf, Pairs, Trace, match, match_aligned, node_count, node_names, region_codes
+from ._offload import MOVED, Moved, Offload, Parcel
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replayed
 from ._verify import Audit
 
@@ -47,6 +48,8 @@ __all__ = ["Frame", "Options", "TorchRun", "is_told"]
 
 
 _NO_CONTEXT = contextlib.nullcontext()
+_TENSORS = backend_of(torch.empty(0))
+_DEFAULT_PLAN = Offload()
 _NOTHING = object()
 
 
@@ -60,6 +63,7 @@ class Options(NamedTuple):
     early_stop: bool = True
     debug: bool = False
     verify: str = "off"
+    offload: Offload | None = None
 
     def context(self, recompute: int) -> AbstractContextManager[Any]:
         """The user's context for a run."""
@@ -69,7 +73,10 @@ class Options(NamedTuple):
 class TorchRun(Run):
     """A run whose saved tensors are traced and whose random numbers line up."""
 
-    __slots__ = ("__weakref__", "_aligned", "_drew", "_outer", "buffers", "generators", "keeping", "own_graph", "trace")
+    __slots__ = (
+        "__weakref__", "_aligned", "_drew", "_outer", "buffers", "generators", "keeping", "own_graph", "parcel", "plan",
+        "trace",
+    )  # fmt: skip
 
     def __init__(
         self, phase: Phase, slot: Slot, trace: Trace | None, generators: Generators | None, outer: Run | None = None
@@ -80,6 +87,8 @@ class TorchRun(Run):
             self.repeats = outer.repeats
         self.own_graph: bool = isinstance(outer, TorchRun) and outer.own_graph  # the gradient is the recompute's own
         self.buffers: Buffers | None = None  # that this run may change
+        self.plan: Offload | None = outer.plan if isinstance(outer, TorchRun) else None
+        self.parcel: Parcel | None = None  # what it has in host memory, once there is something
         self.keeping = False  # inside a function that the recompute leaves out
         self.trace = trace
         self.generators = generators
@@ -100,6 +109,28 @@ class TorchRun(Run):
 
     def keep(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> Any:
         return keep(self, function, args, kwargs, place)
+
+    def stored(self, entry: Entry, offload: bool | None) -> None:
+        wanted = self.plan is not None and self.plan.saves if offload is None else offload
+        if not wanted or self.slot.rows is not None:  # a tape takes the arrays themselves
+            return
+        for n, backend in enumerate(entry.backends):
+            if backend is _TENSORS:
+                moved = self.load().take(entry.leaves[n], always=offload is True, private=True)
+                if moved is not None:
+                    entry.leaves[n], entry.backends[n] = moved, MOVED
+
+    def load(self) -> Parcel:
+        """The parcel of this run's region."""
+        if self.parcel is None:
+            self.parcel = Parcel(self.plan or _DEFAULT_PLAN)
+        return self.parcel
+
+    def ship(self, tensor: torch.Tensor) -> Moved | None:
+        """`tensor`, which `keep` holds, on its way to the host; None if it stays."""
+        if self.plan is None or not self.plan.kept or self.slot.rows is not None:
+            return None
+        return self.load().take(tensor)
 
     def _decide(self, function: Callable[[], Any]) -> Any:
         with self.aside():
@@ -194,15 +225,18 @@ class Frame:
 
     __slots__ = (
         "__weakref__", "_ambient", "_buffers", "_crowded", "_function", "_generators", "_inputs", "_located", "_lock",
-        "_needed", "_options", "_outputs", "_verified", "returned", "slot", "stop_at", "trace",
+        "_needed", "_options", "_outputs", "_parcel", "_plan", "_verified", "returned", "slot", "stop_at", "trace",
     )  # fmt: skip
 
     def __init__(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], slot: Slot, options: Options
     ) -> None:
         self._function = function
-        self._inputs = Inputs(args, kwargs)
         self._options = options
+        self._plan = options.offload
+        self._parcel = None if self._plan is None else Parcel(self._plan)
+        with _NO_CONTEXT if self._parcel is None or isinstance(thread.run, TorchRun) else self._parcel.inputs():
+            self._inputs = Inputs(args, kwargs)
         self.slot = slot
         self._generators = (
             Generators(generators_of(function, (*args, *kwargs.values()))) if options.preserve_rng_state else None
@@ -224,6 +258,8 @@ class Frame:
         outer = thread.run
         run = TorchRun(phase, self.slot, self.trace, self._generators, outer)
         run.buffers = self._buffers
+        if self._parcel is not None:
+            run.plan, run.parcel = self._plan, self._parcel
         visit = Visit(self._generators)
         outputs: Any = _NOTHING
         try:
@@ -240,6 +276,7 @@ class Frame:
             raise started_inside(self.slot.label)
         if outputs is _NOTHING:
             raise context_swallowed(self.slot.label)
+        self._parcel = run.parcel
         self._needed = self.trace.alive()
         if self._options.early_stop and self._verified and self._needed:
             self.stop_at = self._needed[-1]
@@ -373,6 +410,8 @@ class _Recompute:
         outer, nodes = thread.run, node_count()
         around = outer.trace if isinstance(outer, TorchRun) else None
         base = around.base if around else 0
+        if frame._parcel is not None:
+            frame._parcel.arrive()
         args, kwargs = frame.inputs()
         kept = generators.now() if generators else []
         visit = Visit(generators)

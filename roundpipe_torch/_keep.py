@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -36,6 +37,7 @@ from ._errors import (
 )
 from ._inputs import save_tensor
 from ._matching import node_count
+from ._offload import Here, Moved
 from ._views import Origins, View, storage_of, version_of
 
 __all__ = ["keep", "release"]
@@ -46,13 +48,33 @@ _Node = Any
 class _Site:
     """A call of `keep`, as the tensors that it holds know it: not with its outputs, whose graph holds the tensors."""
 
-    __slots__ = ("forward", "label", "reruns", "running")
+    __slots__ = ("_moved", "forward", "label", "reruns", "running", "ship")
 
     def __init__(self, run: Any) -> None:
         self.label = run.slot.label
         self.forward = weakref.ref(run.outermost())  # alive while it runs
         self.running = True
         self.reruns = False
+        self.ship: Callable[[torch.Tensor], Moved | None] | None = None
+        self._moved: dict[Any, tuple[torch.Tensor, Moved]] = {}
+
+    def hold(self, tensor: torch.Tensor) -> Here | Moved:
+        """`tensor`, without its graph, here or in host memory; there only once."""
+        key = storage_of(tensor)
+        if self.ship is None or key is None:
+            return Here(tensor)
+        view = (key, tensor.storage_offset(), tensor.shape, tensor.stride())
+        if view not in self._moved:
+            moved = self.ship(tensor)
+            if moved is None:
+                return Here(tensor)
+            self._moved[view] = tensor.detach(), moved  # while its memory is held, no other tensor gets it
+        return self._moved[view][1]
+
+    def close(self) -> None:
+        """Nothing more to hold."""
+        self.ship = None
+        self._moved.clear()
 
     def asked(self) -> None:
         """Backward wants something. A layer that differentiates inside itself will do so in the recompute, too."""
@@ -63,20 +85,20 @@ class _Site:
 class _Held:
     """A tensor that the function made for its backward."""
 
-    __slots__ = ("__weakref__", "is_weight", "site", "value", "version")
+    __slots__ = ("__weakref__", "is_weight", "site", "value")
 
     def __init__(self, site: _Site, tensor: torch.Tensor) -> None:
         self.site = site
-        self.value = tensor.detach()
-        self.version = version_of(tensor)
-        base = tensor if tensor._base is None else tensor._base
+        base = _whole(tensor)
         self.is_weight = base.is_leaf and base.requires_grad
+        self.value = Here(tensor) if self.is_weight else site.hold(tensor)
 
     def unpack(self) -> torch.Tensor:
         self.site.asked()
-        if version_of(self.value) != self.version:
-            raise tensor_changed(self.site.label, self.value)
-        return self.value
+        value = self.value.fetch()
+        if self.value.changed:
+            raise tensor_changed(self.site.label, value)
+        return value
 
 
 class _Argument:
@@ -101,26 +123,21 @@ def _unpack(held: _Held | _Argument) -> torch.Tensor:
 class _Output:
     """One leaf of the outputs."""
 
-    __slots__ = ("backend", "part", "tracked", "value", "version")
+    __slots__ = ("backend", "part", "tracked", "value")
 
-    def __init__(self, leaf: Any, origins: Origins) -> None:
+    def __init__(self, leaf: Any, origins: Origins, site: _Site) -> None:
         self.backend: Backend | None = None
         self.part: View | None = None
-        self.version = 0
         self.tracked = False
+        self.value: Any = None
         if not isinstance(leaf, torch.Tensor):
             self.backend = backend_of(leaf)
             self.value = leaf if self.backend is None else self.backend.snapshot(leaf)
             return
         self.part = origins.of(leaf)
-        if self.part is not None:
-            self.value = None
-        elif leaf.is_inference():
-            self.value = leaf.clone()
-        elif leaf.is_leaf and leaf.requires_grad:
-            self.value = leaf  # a weight
-        else:
-            self.value, self.version = leaf.detach(), leaf._version
+        if self.part is None:
+            is_weight = leaf.is_leaf and leaf.requires_grad
+            self.value = leaf if is_weight else site.hold(leaf.clone() if leaf.is_inference() else leaf)
         whole = self.part is not None and self.part.geometry is None
         self.tracked = leaf.requires_grad and not whole and not leaf.is_leaf
 
@@ -129,15 +146,12 @@ class _Output:
         if self.part is not None:
             whole = arguments[self.part.whole]
             return whole if self.part.geometry is None else self.part.of(whole)
-        if not isinstance(self.value, torch.Tensor):
+        if not isinstance(self.value, (Here, Moved)):
             return self.value if self.backend is None else self.backend.restore(self.value)
-        if self.value.is_inference():
-            return self.value.clone()
-        if self.value.requires_grad:
-            return self.value
-        if self.value._version != self.version:
-            raise kept_output_changed(kept.layer, kept.name, kept.place, self.value)
-        return self.value.detach()
+        value = self.value.fetch()
+        if self.value.changed:
+            raise kept_output_changed(kept.layer, kept.name, kept.place, value)
+        return value.clone() if value.is_inference() else value.detach()
 
 
 class Kept:
@@ -161,23 +175,20 @@ class Kept:
         self.makers: list[tuple[str, int]] = []  # of the tracked outputs, as a trace knows them
         self.state: Any = None
         # If isolated:
-        self.graph: list[torch.Tensor] | None = None  # the tracked outputs, with the function's graph
+        self.graph: list[Any] | None = None  # edges of the tracked outputs into the function's graph
         self.waiting: list[weakref.ref[_Argument]] = []  # where that graph gets the arguments that it needs
         self.grads: dict[int, torch.Tensor] = {}  # what a backward through it gave for the arguments
 
-    def nbytes(self) -> int:
-        """Bytes held for the recompute and for the function's backward, each memory once (R12)."""
-        held = (ref() for ref in self.residuals)
-        tensors = [one.value for one in held if one is not None and not one.is_weight]
-        tensors += [out.value for out in self.outputs if isinstance(out.value, torch.Tensor)]
-        sizes = {}
-        for tensor in tensors:
-            storage = storage_of(tensor)
-            if storage is None:
-                sizes[id(tensor)] = tensor.nbytes
-            elif not tensor.requires_grad:
-                sizes[storage] = tensor.untyped_storage().nbytes()
-        return sum(sizes.values())
+    def places(self) -> Counter[str]:
+        """Bytes held for the recompute and for the function's backward, each memory once, by where they are (R12)."""
+        residuals = (ref() for ref in self.residuals)
+        values = [held.value for held in residuals if held is not None and not held.is_weight]
+        values += [out.value for out in self.outputs if isinstance(out.value, (Here, Moved))]
+        held = {value.memory: value for value in values}
+        places: Counter[str] = Counter()
+        for value in held.values():
+            places[value.place] += value.nbytes
+        return places
 
     def refuse_written(self, arguments: list[torch.Tensor]) -> None:
         """The recompute's arguments must have what the function wrote into the forward's: be the same (R6)."""
@@ -353,8 +364,16 @@ def _first(run: Any, kept: Kept, call: _Call, isolated: bool, waiting: list[_Arg
     met, begun = run.met(), node_count()
     versions = [version_of(tensor) for tensor in given]
     kept.site.reruns = True  # if it fails here, it fails in the recompute
-    outputs, kept.residuals = _ran(run, kept.site, call, given, waiting)
-    kept.site.reruns = False
+    kept.site.ship = run.ship
+    try:
+        outputs, kept.residuals = _ran(run, kept.site, call, given, waiting)
+        kept.site.reruns = False
+        leaves: list[Any] = []
+        kept.spec = flatten(outputs, leaves, expand)
+        origins = Origins(given)
+        kept.outputs = [_Output(leaf, origins, kept.site) for leaf in leaves]
+    finally:
+        kept.site.close()
     kept.needs = [argument.part.whole for argument in waiting]
     kept.state = run.state()
     kept.met = {name: times - met.get(name, 0) for name, times in run.met().items() if times != met.get(name)}
@@ -363,17 +382,13 @@ def _first(run: Any, kept: Kept, call: _Call, isolated: bool, waiting: list[_Arg
         for n, (tensor, version) in enumerate(zip(call.tensors, versions, strict=True))
         if version_of(tensor) != version
     }
-    leaves: list[Any] = []
-    kept.spec = flatten(outputs, leaves, expand)
-    origins = Origins(given)
-    kept.outputs = [_Output(leaf, origins) for leaf in leaves]
     tracked = [leaf for leaf, out in zip(leaves, kept.outputs, strict=True) if out.tracked]
     kept.linked, foreign = _reached(tracked, given[: call.count] if isolated else given, begun)
     if isolated:
         if foreign:
             raise captured(kept.layer, kept.name, kept.place)
         kept.linked = [n for n, tensor in enumerate(call.tensors) if tensor.requires_grad]
-        kept.graph = tracked
+        kept.graph = [get_gradient_edge(leaf) for leaf in tracked]
     elif run.trace is not None:
         kept.makers = [run.trace.maker(leaf) for leaf in tracked]
     return outputs

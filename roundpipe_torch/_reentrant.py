@@ -27,6 +27,7 @@ from ._errors import drawn_in_a_crowd, drawn_in_another_layout, started_inside, 
 from ._frames import Options, TorchRun, is_told
 from ._keep import release
 from ._matching import Trace, other_layout, region_codes
+from ._offload import Parcel
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replayed
 
 __all__ = ["reentrant"]
@@ -52,7 +53,8 @@ def reentrant(
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     region = _Region(function, spec, leaves, slot, options)
     anchor = torch.empty(0, requires_grad=True)
-    outputs = _Reentrant.apply(region, phase, anchor, *tensors)  # type: ignore[no-untyped-call]
+    with _NO_CONTEXT if region.parcel is None or isinstance(thread.run, TorchRun) else region.parcel.inputs():
+        outputs = _Reentrant.apply(region, phase, anchor, *tensors)  # type: ignore[no-untyped-call]
     given = iter(outputs)
     return unflatten(region.output_spec, (next(given) if leaf is _TENSOR else leaf for leaf in region.output_leaves))
 
@@ -67,7 +69,7 @@ class _Region:
 
     __slots__ = (
         "__weakref__", "ambient", "buffers", "crowded", "function", "generators", "leaves", "located", "outermost",
-        "output_leaves", "output_spec", "slot", "spec", "trace",
+        "output_leaves", "output_spec", "parcel", "slot", "spec", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -78,6 +80,7 @@ class _Region:
         self.generators = Generators(generators_of(function, leaves)) if options.preserve_rng_state else None
         self.ambient = Ambient()
         self.buffers = Buffers(function, leaves)
+        self.parcel = None if options.offload is None else Parcel(options.offload)
         self.crowded = False
         self.located = is_told(thread.run)
         self.outermost = True  # of the regions of this engine
@@ -96,10 +99,13 @@ class _Region:
                 run = TorchRun(phase, self.slot, self.trace, self.generators, thread.run)
                 self.outermost, run.own_graph = not run.own_graph, True
                 run.buffers = self.buffers
+                if self.parcel is not None:
+                    run.plan, run.parcel = self.parcel.plan, self.parcel
                 leaves = self._run(run, tensors)
         finally:
             self.crowded = visit.end()
         self.buffers.settle()
+        self.parcel = run.parcel
         if self.generators and self.generators.missed():
             raise started_inside(self.slot.label)
         return leaves
@@ -177,6 +183,8 @@ class _Reentrant(torch.autograd.Function):
                     "use the default engine (use_reentrant=False).",
                 )
             )
+        if region.parcel is not None:
+            region.parcel.arrive()
         tensors = tuple(t.detach().requires_grad_(t.requires_grad) for t in ctx.saved_tensors)
         leaves = region.replay(tensors)
         outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
