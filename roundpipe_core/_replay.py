@@ -39,7 +39,13 @@ class _TapeRun(Run):
 
     __slots__ = ()
 
-    def save(self, data: tuple[Any, ...], name: str | None, place: Place) -> tuple[Any, ...]:
+    def __init__(self, phase: Phase, slot: Slot) -> None:
+        super().__init__(phase, slot)
+        self.repeats = False
+
+    def save(
+        self, data: tuple[Any, ...], name: str | None, place: Place, offload: bool | None = None
+    ) -> tuple[Any, ...]:
         return super().save(data, self._next(name), place)
 
     def get(self, name: str | None, place: Place) -> tuple[Any, ...]:

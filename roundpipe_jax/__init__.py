@@ -23,11 +23,13 @@ from roundpipe_core import (
     __version__,
     doing_recompute,
     get_recompute_data,
+    keep,
     layer_scope,
     recompute_once,
     record,
     replay,
     save_for_recompute,
+    update_once,
 )
 from roundpipe_core._backend import outside_saves, register_backend
 
@@ -65,6 +67,7 @@ __all__ = [
     "explain",
     "from_dlpack",
     "get_recompute_data",
+    "keep",
     "layer_scope",
     "recompute_once",
     "record",
@@ -75,6 +78,7 @@ __all__ = [
     "save_either",
     "save_for_recompute",
     "save_policy",
+    "update_once",
 ]
 
 register_backend(JaxArrays())

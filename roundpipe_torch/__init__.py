@@ -20,11 +20,13 @@ from roundpipe_core import (
     __version__,
     doing_recompute,
     get_recompute_data,
+    keep,
     layer_scope,
     recompute_once,
     record,
     replay,
     save_for_recompute,
+    update_once,
 )
 
 from . import _backend as _backend  # makes tensors known to the core
@@ -32,6 +34,7 @@ from ._checkpoint import checkpoint, checkpoint_sequential, recompute_contexts
 from ._errors import CheckpointMismatchError
 from ._exchange import exchange, from_dlpack
 from ._modules import remat
+from ._offload import Offload
 
 __all__ = [
     "CheckpointMismatchError",
@@ -41,6 +44,7 @@ __all__ = [
     "GradientError",
     "MismatchError",
     "MutationError",
+    "Offload",
     "OptionError",
     "ParityError",
     "PhaseError",
@@ -58,6 +62,7 @@ __all__ = [
     "exchange",
     "from_dlpack",
     "get_recompute_data",
+    "keep",
     "layer_scope",
     "recompute_contexts",
     "recompute_once",
@@ -65,4 +70,5 @@ __all__ = [
     "remat",
     "replay",
     "save_for_recompute",
+    "update_once",
 ]

@@ -18,6 +18,7 @@ from roundpipe_core._slots import Slot, label_of
 from ._errors import wrong_option
 from ._frames import Frame, Options, TorchRun
 from ._inputs import line_up
+from ._offload import Offload
 from ._reentrant import reentrant
 from ._state import Generators, generators_of
 
@@ -25,6 +26,7 @@ __all__ = ["checkpoint", "checkpoint_sequential", "options_from", "recompute_con
 
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 _PLAIN = Options()
+_TO_HOST = Offload()
 
 
 def checkpoint(
@@ -105,12 +107,19 @@ def options_from(
     preserve_rng_state: bool = True,
     label: str | None = None,
     verify: str = "off",
+    offload: str | Offload | None = None,
 ) -> Options:
     """Options for one call, checked, with torch's own overrides (`set_checkpoint_early_stop`, ...) applied."""
     _one_of(target, "determinism_check", determinism_check, ("default", "none"))
     _one_of(target, "verify", verify, ("off", "warn", "raise"))
     if label is not None and not isinstance(label, str):
         raise wrong_option(target, f"label must be a string, not {label!r}.", 'name the layer, as in label="block 3".')
+    if not (offload is None or offload == "cpu" or isinstance(offload, Offload)):
+        raise wrong_option(
+            target,
+            f'offload must be "cpu", an Offload or None, not {offload!r}.',
+            'pass offload="cpu", or Offload(inputs=True, ...) to say what goes to the host.',
+        )
     stop, more = _overrides()
     contexts = None if context_fn is torch_checkpoint.noop_context_fn else context_fn()
     return Options(
@@ -121,6 +130,7 @@ def options_from(
         early_stop=early_stop if stop is None else stop,
         debug=debug if more is None else more,
         verify=verify,
+        offload=_TO_HOST if isinstance(offload, str) else offload,
     )
 
 

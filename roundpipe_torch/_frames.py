@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -18,13 +18,14 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from roundpipe_core import RoundPipeError
-from roundpipe_core._backend import expand
+from roundpipe_core._backend import backend_of, expand
 from roundpipe_core._phase import Phase, Run, thread
 from roundpipe_core._replay import TapedSlot
-from roundpipe_core._slots import Slot
+from roundpipe_core._slots import Entry, Place, Slot
 from roundpipe_core._trees import flatten
 
 from ._backend import adopted
+from ._buffers import Buffers
 from ._errors import (
     context_swallowed,
     drawn_in_a_crowd,
@@ -37,7 +38,9 @@ from ._errors import (
     tensor_changed,
 )
 from ._inputs import Inputs
+from ._keep import keep
 from ._matching import Leaf, Pairs, Trace, match, match_aligned, node_count, node_names, region_codes
+from ._offload import MOVED, Moved, Offload, Parcel
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replayed
 from ._verify import Audit
 
@@ -45,6 +48,8 @@ __all__ = ["Frame", "Options", "TorchRun", "is_told"]
 
 
 _NO_CONTEXT = contextlib.nullcontext()
+_TENSORS = backend_of(torch.empty(0))
+_DEFAULT_PLAN = Offload()
 _NOTHING = object()
 
 
@@ -58,6 +63,7 @@ class Options(NamedTuple):
     early_stop: bool = True
     debug: bool = False
     verify: str = "off"
+    offload: Offload | None = None
 
     def context(self, recompute: int) -> AbstractContextManager[Any]:
         """The user's context for a run."""
@@ -67,27 +73,94 @@ class Options(NamedTuple):
 class TorchRun(Run):
     """A run whose saved tensors are traced and whose random numbers line up."""
 
-    __slots__ = ("_aligned", "_drew", "_outer", "generators", "trace")
+    __slots__ = (
+        "__weakref__", "_aligned", "_drew", "_outer", "buffers", "generators", "keeping", "own_graph", "parcel", "plan",
+        "trace",
+    )  # fmt: skip
 
     def __init__(
         self, phase: Phase, slot: Slot, trace: Trace | None, generators: Generators | None, outer: Run | None = None
     ) -> None:
         super().__init__(phase, slot)
         self._outer = outer  # the run that this one is a part of
+        if outer is not None:
+            self.repeats = outer.repeats
+        self.own_graph: bool = isinstance(outer, TorchRun) and outer.own_graph  # the gradient is the recompute's own
+        self.buffers: Buffers | None = None  # that this run may change
+        self.plan: Offload | None = outer.plan if isinstance(outer, TorchRun) else None
+        self.parcel: Parcel | None = None  # what it has in host memory, once there is something
+        self.keeping = False  # inside a function that the recompute leaves out
         self.trace = trace
         self.generators = generators
         self._aligned: list[torch.Tensor] = []
         self._drew = False
 
     def consulted(self) -> None:
-        if self.trace is not None:
+        if self.trace is not None and not self.keeping:
             self.trace.split()
 
     def told(self) -> None:
+        if self.keeping:  # what is learned in there the recompute does not ask
+            return
         if self.trace is not None:
             self.trace.told()
         if self._outer is not None:  # what the layer inside does with the answer may show in what it returns
             self._outer.told()
+
+    def keep(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> Any:
+        return keep(self, function, args, kwargs, place)
+
+    def stored(self, entry: Entry, offload: bool | None) -> None:
+        wanted = self.plan is not None and self.plan.saves if offload is None else offload
+        if not wanted or self.slot.rows is not None:  # a tape takes the arrays themselves
+            return
+        for n, backend in enumerate(entry.backends):
+            if backend is _TENSORS:
+                moved = self.load().take(entry.leaves[n], always=offload is True, private=True)
+                if moved is not None:
+                    entry.leaves[n], entry.backends[n] = moved, MOVED
+
+    def load(self) -> Parcel:
+        """The parcel of this run's region."""
+        if self.parcel is None:
+            self.parcel = Parcel(self.plan or _DEFAULT_PLAN)
+        return self.parcel
+
+    def ship(self, tensor: torch.Tensor) -> Moved | None:
+        """`tensor`, which `keep` holds, on its way to the host; None if it stays."""
+        if self.plan is None or not self.plan.kept or self.slot.rows is not None:
+            return None
+        return self.load().take(tensor)
+
+    def _decide(self, function: Callable[[], Any]) -> Any:
+        with self.aside():
+            return super()._decide(function)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around a part of the forward that recomputes leave out."""
+        with contextlib.ExitStack() as stack:
+            run: Run | None = self
+            while isinstance(run, TorchRun):
+                if run.buffers is not None:
+                    stack.enter_context(run.buffers.aside())
+                run = run._outer
+            yield
+
+    def outermost(self) -> TorchRun:
+        """The run of a region that this one is inside of, itself if there is none."""
+        run = self
+        while isinstance(run._outer, TorchRun):
+            run = run._outer
+        return run
+
+    def traces(self) -> Iterator[Trace]:
+        """The traces of this run and of those that it is a part of."""
+        run: Run | None = self
+        while isinstance(run, TorchRun):
+            if run.trace is not None:
+                yield run.trace
+            run = run._outer
 
     def state(self) -> list[torch.Tensor] | None:  # R7
         return self.generators.since_start() if self.generators else None
@@ -151,21 +224,25 @@ class Frame:
     """One call of a region."""
 
     __slots__ = (
-        "__weakref__", "_ambient", "_crowded", "_function", "_generators", "_inputs", "_located", "_lock", "_needed",
-        "_options", "_outputs", "_verified", "returned", "slot", "stop_at", "trace",
+        "__weakref__", "_ambient", "_buffers", "_crowded", "_function", "_generators", "_inputs", "_located", "_lock",
+        "_needed", "_options", "_outputs", "_parcel", "_plan", "_verified", "returned", "slot", "stop_at", "trace",
     )  # fmt: skip
 
     def __init__(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], slot: Slot, options: Options
     ) -> None:
         self._function = function
-        self._inputs = Inputs(args, kwargs)
         self._options = options
+        self._plan = options.offload
+        self._parcel = None if self._plan is None else Parcel(self._plan)
+        with _NO_CONTEXT if self._parcel is None or isinstance(thread.run, TorchRun) else self._parcel.inputs():
+            self._inputs = Inputs(args, kwargs)
         self.slot = slot
         self._generators = (
             Generators(generators_of(function, (*args, *kwargs.values()))) if options.preserve_rng_state else None
         )
         self._ambient = Ambient()
+        self._buffers = Buffers(function, (*args, *kwargs.values()))
         self._lock = threading.RLock()
         self._needed: list[int] = []
         self._outputs: Any = None
@@ -180,6 +257,9 @@ class Frame:
         """Run the region for the first time."""
         outer = thread.run
         run = TorchRun(phase, self.slot, self.trace, self._generators, outer)
+        run.buffers = self._buffers
+        if self._parcel is not None:
+            run.plan, run.parcel = self._plan, self._parcel
         visit = Visit(self._generators)
         outputs: Any = _NOTHING
         try:
@@ -191,10 +271,12 @@ class Frame:
                     thread.run = outer
         finally:
             self._crowded = visit.end()
+        self._buffers.settle()
         if self._generators and self._generators.missed():
             raise started_inside(self.slot.label)
         if outputs is _NOTHING:
             raise context_swallowed(self.slot.label)
+        self._parcel = run.parcel
         self._needed = self.trace.alive()
         if self._options.early_stop and self._verified and self._needed:
             self.stop_at = self._needed[-1]
@@ -285,7 +367,8 @@ class Frame:
         if self._verified:
             return None
         self._verified = True
-        return Audit(self._function, args, kwargs, self.slot, self._generators)
+        with self._buffers.copies(self.slot.label, told=True):  # as a plain recompute would find them
+            return Audit(self._function, args, kwargs, self.slot, self._generators)
 
     def _audited(self, audit: Audit, outputs: Any) -> None:
         before, self._outputs = self._outputs, None
@@ -327,6 +410,8 @@ class _Recompute:
         outer, nodes = thread.run, node_count()
         around = outer.trace if isinstance(outer, TorchRun) else None
         base = around.base if around else 0
+        if frame._parcel is not None:
+            frame._parcel.arrive()
         args, kwargs = frame.inputs()
         kept = generators.now() if generators else []
         visit = Visit(generators)
@@ -336,7 +421,9 @@ class _Recompute:
             with torch.enable_grad(), frame._ambient.restored():
                 audit = frame._audit(args, kwargs)
                 run.restore_state(generators.start if generators else None)
-                with options.context(1), saved_tensors_hooks(self._pack, _unpack_recomputed), watch or _NO_CONTEXT:
+                copies = frame._buffers.copies(frame.slot.label, told=frame.trace.told_at >= 0)
+                hooks = saved_tensors_hooks(self._pack, _unpack_recomputed)
+                with options.context(1), copies, hooks, watch or _NO_CONTEXT:
                     thread.run = run
                     try:
                         outputs = frame._function(*args, **kwargs)

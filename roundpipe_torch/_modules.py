@@ -46,7 +46,8 @@ def remat(target: Any = None, **options: Any) -> Any:
             ``label``: what messages and reports call the layer;
             ``verify``: "warn" or "raise" lets each first recompute decide once more and compares the result with what
             was saved, and the outputs of both phases; it costs a further run of the layer, a copy of its outputs, and
-            on an accelerator a wait for it. "off" is the default.
+            on an accelerator a wait for it. "off" is the default;
+            ``offload``: "cpu" keeps what the layer saves in host memory until backward, an `Offload` says more.
 
     Returns:
         A function of the same signature, or a module of a subclass of the same class.

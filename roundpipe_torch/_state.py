@@ -160,8 +160,16 @@ def generators_of(function: Any, arguments: Any) -> tuple[torch.Generator, ...]:
     return (*_CPU_ONLY, *(known[index] for index in sorted(used)))
 
 
+_MOST_SEARCHED = 256
+"""Longer containers hold data, not layers."""
+
+
 def modules_of(function: Any, leaves: Iterable[Any]) -> Iterator[torch.nn.Module]:
-    """The modules that a call can reach: itself, its bound object, its partial and closure, its arguments."""
+    """The modules that a call can reach.
+
+    They are itself, its bound object, its partial, its closure, modules among the globals that it names, its arguments,
+    and what of these is in a list, tuple or dict.
+    """
     waiting, seen = [function, *leaves], set()
     while waiting:
         found = waiting.pop()
@@ -178,6 +186,10 @@ def modules_of(function: Any, leaves: Iterable[Any]) -> Iterator[torch.nn.Module
             for cell in found.__closure__ or ():
                 with contextlib.suppress(ValueError):  # a cell that is not filled yet
                     waiting.append(cell.cell_contents)
+            named = (found.__globals__.get(name) for name in found.__code__.co_names)
+            waiting += (value for value in named if isinstance(value, torch.nn.Module))
+        elif isinstance(found, (list, tuple, dict)) and len(found) <= _MOST_SEARCHED:
+            waiting += found.values() if isinstance(found, dict) else found
 
 
 _Setting = tuple[Callable[[], Any], Callable[[Any], Any]]

@@ -17,7 +17,7 @@ from roundpipe_core._slots import Slot
 from roundpipe_core._trees import flatten, paths
 
 from ._backend import differing_rows
-from ._state import Generators, modules_of
+from ._state import Generators
 
 __all__ = ["Audit"]
 
@@ -30,10 +30,7 @@ _TOLERANCES = {  # relative, absolute: what the same operations may differ by wh
 
 
 class Audit:
-    """A run of the region as a plain recompute would be: it decides again, and its decisions are compared.
-
-    The modules' buffers are put back afterwards, so that state moved in forward does not move once more.
-    """
+    """A run of the region as a plain recompute would be: it decides again, and its decisions are compared."""
 
     def __init__(
         self,
@@ -45,8 +42,6 @@ class Audit:
     ) -> None:
         self._slot = slot
         run = Run(Phase.AUDIT, slot)
-        buffers = [b for module in modules_of(function, (*args, *kwargs.values())) for b in module.buffers()]
-        kept = [buffer.clone() for buffer in buffers]
         if generators:
             generators.set(generators.start)
         outer = thread.run
@@ -60,10 +55,6 @@ class Audit:
                     thread.run = outer
         except Exception as error:  # the flipped decision may not even fit the code
             failed.append(Flip(slot.label, f"a plain recompute fails ({type(error).__name__}: {error})", 1, 1, 0))
-        finally:
-            with torch.no_grad():
-                for buffer, before in zip(buffers, kept, strict=True):
-                    buffer.copy_(before)
         self.flips = [*run.flips, *failed]
 
     @staticmethod

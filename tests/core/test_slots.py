@@ -60,11 +60,13 @@ def test_public_names() -> None:
         "VerifyWarning",
         "doing_recompute",
         "get_recompute_data",
+        "keep",
         "layer_scope",
         "recompute_once",
         "record",
         "replay",
         "save_for_recompute",
+        "update_once",
     ]
 
 

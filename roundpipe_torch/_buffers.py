@@ -1,0 +1,128 @@
+"""Buffers of the modules in a region: what the forward moved on, the recompute must not move on again.
+
+Running statistics, counters, power iterations: a forward changes them in place. The recompute runs the same code, so
+it gets copies to change, with the values that the forward found. If the layer asked for its phase, or changed a buffer
+in a part that the recompute leaves out, it may rely on what the forward left; then the copies have the values of now.
+
+A buffer is replaced for the time of the recompute, not written: others may have saved it for their backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+
+from ._errors import buffer_unknown
+from ._state import modules_of
+from ._views import version_of
+
+__all__ = ["Buffers"]
+
+_SMALL = 1 << 16
+"""Bytes up to which a buffer is copied before each forward and for each recompute: not every write can be seen."""
+
+_changing: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, bool]] = weakref.WeakKeyDictionary()
+"""Of larger buffers: whether a forward in training has ever changed them."""
+
+
+class _Buffer:
+    """One buffer, when the forward began."""
+
+    __slots__ = ("before", "module", "name", "tensor", "version")
+
+    def __init__(self, module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+        self.module, self.name, self.tensor = module, name, tensor
+        self.version = 0
+        self.before: torch.Tensor | None = None
+        if isinstance(module, _NormBase):
+            return  # what it gives does not depend on them in training, and does not change them in evaluation
+        self.version = version_of(tensor)
+        if tensor.nbytes <= _SMALL or _changing.get(module, {}).get(name, True):
+            self.before = tensor.detach().clone()
+
+    def settle(self) -> bool:
+        """Whether the forward changed it, as far as that can be seen."""
+        if self.module._buffers.get(self.name) is not self.tensor:  # another tensor took its place
+            self.before = self.tensor
+            return True
+        if isinstance(self.module, _NormBase):  # some update them behind the version counter
+            return self.module.training
+        if self.tensor.nbytes <= _SMALL:
+            return True
+        changed = version_of(self.tensor) != self.version
+        if changed or self.module.training:
+            known = _changing.setdefault(self.module, {})
+            known[self.name] = changed or known.get(self.name, False)
+        return changed
+
+    def copy(self, layer: str, as_before: bool) -> torch.Tensor:
+        """What a recompute may change in its place."""
+        now = self.module._buffers[self.name]
+        if as_before and self.before is not None:
+            return self.before.detach().clone()
+        if as_before and not isinstance(self.module, _NormBase):
+            # A write that nobody could foresee, to a buffer too large to be copied each time for nothing.
+            raise buffer_unknown(layer, type(self.module).__qualname__, self.name)
+        return self.tensor if now is None else now.detach().clone()
+
+
+class Buffers:
+    """The buffers that a region's forward can reach; once it is over, those that it may have changed."""
+
+    __slots__ = ("_aside", "_changed", "_watched")
+
+    def __init__(self, function: Any, arguments: Iterable[Any]) -> None:
+        self._watched = [_Buffer(*found) for found in _found(function, arguments)]
+        self._changed: list[_Buffer] = []
+        self._aside: set[int] = set()  # changed in a part that the recompute leaves out
+
+    def settle(self) -> None:
+        """The forward is over."""
+        if self._watched:
+            self._changed = [buffer for buffer in self._watched if buffer.settle()]
+            self._aside = {id(buffer) for buffer in self._changed if id(buffer) in self._aside}
+            self._watched = []
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around a part of the forward that the recompute leaves out."""
+        before = [(buffer.module._buffers.get(buffer.name), version_of(buffer.tensor)) for buffer in self._watched]
+        yield
+        for buffer, (tensor, version) in zip(self._watched, before, strict=True):
+            if buffer.module._buffers.get(buffer.name) is not tensor or version_of(buffer.tensor) != version:
+                self._aside.add(id(buffer))
+
+    @contextlib.contextmanager
+    def copies(self, layer: str, told: bool) -> Iterator[None]:
+        """Let the modules have copies. `told`: the layer knows its phase in this run, and knew it in forward."""
+        put_back = []
+        try:
+            for buffer in self._changed:
+                if buffer.name in buffer.module._buffers:
+                    now = buffer.module._buffers[buffer.name]
+                    copy = buffer.copy(layer, not told and id(buffer) not in self._aside)
+                    put_back.append((buffer, now))
+                    buffer.module._buffers[buffer.name] = copy
+            yield
+        finally:
+            for buffer, now in put_back:
+                buffer.module._buffers[buffer.name] = now
+
+
+def _found(function: Any, arguments: Iterable[Any]) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
+    waiting: list[torch.nn.Module | None] = list(modules_of(function, arguments))
+    seen = set()
+    while waiting:
+        module = waiting.pop()
+        if module is None or id(module) in seen:
+            continue
+        seen.add(id(module))
+        waiting += module._modules.values()
+        for name, buffer in module._buffers.items():
+            if buffer is not None and (isinstance(module, _NormBase) or not torch.nn.parameter.is_lazy(buffer)):
+                yield module, name, buffer
