@@ -7,11 +7,11 @@ forward whose slot becomes a tape; a replay is a recompute whose slot was made f
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from ._backend import backend_named, backend_of, expand, only_frontend, origin_of
+from ._backend import TapeGuard, backend_named, backend_of, expand, only_frontend, origin_of, tape_guards
 from ._errors import OptionError, PhaseError, TapeError, message
 from ._host import kind_of
 from ._phase import Phase, Run, thread
@@ -27,22 +27,60 @@ from ._tape import (
     portable,
     refuse_outside,
     taken_from,
+    unseen,
 )
 from ._trees import Node, Spec, flatten, paths, unflatten
 
-__all__ = ["record", "replay"]
+__all__ = ["TapeRun", "TapedSlot", "record", "replay"]
+
+T = TypeVar("T")
 
 
-class _TapeRun(Run):
+class TapeRun(Run):
     """A recording or a replay. Saved outside of regions, data is kept in order: each save is the next."""
 
-    __slots__ = ()
+    __slots__ = ("guards",)
+
+    def __init__(self, phase: Phase, slot: Slot, replayed: Sequence[Any] | None = None) -> None:
+        super().__init__(phase, slot)
+        self.guards: list[TapeGuard] = []
+        try:
+            for make in tape_guards:
+                guard = make()
+                guard.begin(replayed)
+                self.guards.append(guard)
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """The block is over."""
+        while self.guards:
+            self.guards.pop().end()
+
+    def child(self, label: Any) -> Slot:
+        self._check(f"layer {label_of(label)!r} runs", None)
+        return super().child(label)
 
     def save(self, data: tuple[Any, ...], name: str | None, place: Place) -> tuple[Any, ...]:
-        return super().save(data, self._next(name), place)
+        self._check("data is saved", place)
+        name = self._next(name)
+        if self.phase is Phase.FORWARD:
+            for guard in self.guards:
+                data = guard.prepared(self.slot.label, (self.scope, name), data, place)
+        return super().save(data, name, place)
 
     def get(self, name: str | None, place: Place) -> tuple[Any, ...]:
+        self._check("get_recompute_data() is called", place)
         return super().get(self._next(name), place)
+
+    def once(self, function: Callable[[], T], called: Any, place: Place) -> T:
+        self._check("recompute_once() is called", place)
+        return super().once(function, called, place)
+
+    def _check(self, doing: str, place: Place | None) -> None:
+        for guard in self.guards:
+            guard.check(doing, place)
 
     def adopt(self, leaf: Any, like: Any) -> Any:
         # Outside of regions nobody says which framework asks: that of the layer's own data, or the tape's.
@@ -85,14 +123,14 @@ class record:  # noqa: N801 - used like a function
     __slots__ = ("_outer", "_run", "_tape")
 
     def __init__(self) -> None:
-        self._run: Run | None = None
+        self._run: TapeRun | None = None
 
     def __enter__(self) -> Tape:
         self._outer = _outermost(self, self._run, "record")
         slot = Slot("tape")
         slot.rows = frozenset()
         self._tape = Tape()
-        self._run = thread.run = _TapeRun(Phase.FORWARD, slot)
+        self._run = thread.run = TapeRun(Phase.FORWARD, slot)
         return self._tape
 
     def __exit__(
@@ -101,8 +139,10 @@ class record:  # noqa: N801 - used like a function
         run, self._run, outer = self._run, None, self._outer
         thread.run = outer
         assert run is not None
+        run.end()
         self._tape.root = taken_from(run.slot)
-        if outer is not None:
+        if isinstance(outer, TapeRun) and (run.slot.entries or run.slot.children):
+            outer._check("a recording ends", None)
             _append(outer, run.slot)
         return False
 
@@ -158,14 +198,17 @@ class replay:  # noqa: N801 - used like a function
                 )
             )
         self._tape, self._below = tape, below
-        self._run: Run | None = None
+        self._run: TapeRun | None = None
 
     def __enter__(self) -> Tape:
         _outermost(self, self._run, "replay")
         for layer, _, decision in self._tape.decisions():
             check_range(layer, decision)
+            if decision.below is not None and not decision.checked:
+                raise unseen(layer, decision, decision.below)
             _check_below(layer, decision, self._below)
-        self._run = thread.run = _TapeRun(Phase.RECOMPUTE, TapedSlot(self._tape.root, self._tape))
+        slot = TapedSlot(self._tape.root, self._tape)
+        self._run = thread.run = TapeRun(Phase.RECOMPUTE, slot, self._tape.split()[0])
         return self._tape
 
     def __exit__(
@@ -174,6 +217,7 @@ class replay:  # noqa: N801 - used like a function
         run, self._run = self._run, None
         thread.run = None
         assert run is not None
+        run.end()
         if kind is None:
             _check_all_replayed(run)
         return False
@@ -181,11 +225,11 @@ class replay:  # noqa: N801 - used like a function
 
 def _outermost(block: object, running: Run | None, name: str) -> Run | None:
     outer = thread.run
-    recording = isinstance(outer, _TapeRun) and outer.phase is Phase.FORWARD
+    recording = isinstance(outer, TapeRun) and outer.phase is Phase.FORWARD
     if outer is None or (recording and name == "record"):
         return outer
     inside = f"layer {outer.slot.label!r}"
-    if isinstance(outer, _TapeRun):
+    if isinstance(outer, TapeRun):
         inside = "a recording" if recording else "a replay"
     raise PhaseError(
         message(
@@ -201,15 +245,9 @@ def _check_below(layer: str, decision: Decision, below: int | dict[str, int] | N
     if limit is None:
         return
     known = refuse_outside(layer, decision, limit)
-    if not known and (decision.below is None or decision.below > limit):
-        raise TapeError(
-            message(
-                f"tape, layer {layer!r}, {spoken(decision.key)}: whether all integers are below {limit} cannot be seen "
-                "while this is traced.",
-                [("the tape declares", str(decision.below))],
-                "say so before it is traced: tape.declare(below=...).",
-            )
-        )
+    vouched = decision.checked and decision.below is not None and decision.below <= limit
+    if not known and not vouched:
+        raise unseen(layer, decision, limit)
 
 
 def _check_all_replayed(run: Run) -> None:
@@ -249,11 +287,11 @@ def _taped(slot: Slot) -> TapedSlot:
 class TapedSlot(Slot):
     """A slot that a tape has filled. Labels are those of another process, maybe of another framework."""
 
-    __slots__ = ("_by_order", "_given", "device", "sequence", "tape")
+    __slots__ = ("_by_order", "_given", "device", "region", "sequence", "tape")
 
     def __init__(self, region: Region, tape: Tape) -> None:
         super().__init__(region.label)
-        self.tape = tape
+        self.region, self.tape = region, tape
         self.device: Any = None
         self.rows = region.rows
         self._given = region.given
