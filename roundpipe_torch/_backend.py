@@ -12,6 +12,7 @@ from torch.utils import _pytree
 
 from roundpipe_core._backend import backend_of, numpys, origin_of, register_backend, to_host
 from roundpipe_core._host import HostArray
+from roundpipe_core._replay import TapedSlot
 
 __all__ = ["TorchBackend", "adopted"]
 
@@ -96,7 +97,7 @@ def from_host(host: HostArray) -> torch.Tensor:
     return torch.frombuffer(bytearray(host.data), dtype=dtype).reshape(host.shape)
 
 
-def adopted(slot: Any, leaf: Any, like: Any) -> Any:
+def adopted(slot: TapedSlot, leaf: Any, like: Any) -> Any:
     """`leaf` of a tape, as the region that replays `slot` shall get it."""
     backend = backend_of(like)
     if backend is not None and backend.name != "torch":
