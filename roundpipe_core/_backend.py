@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ._errors import Flip
@@ -93,6 +94,9 @@ class TapeGuard(Protocol):
 
     def end(self) -> None:
         """It ends, also by an exception. Follows `begin`, if that did not raise."""
+
+    def deciding(self) -> AbstractContextManager[None]:
+        """For the time of a `recompute_once` outside of regions."""
 
     def check(self, doing: str, place: tuple[str, int] | None) -> None:
         """Refuse that a layer meets the block here. `doing` is what it does, for the message."""

@@ -6,6 +6,7 @@ forward whose slot becomes a tape; a replay is a recompute whose slot was made f
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -32,7 +33,7 @@ from ._tape import (
 )
 from ._trees import Node, Spec, flatten, paths, unflatten
 
-__all__ = ["TapeRun", "TapedSlot", "record", "replay"]
+__all__ = ["TapeRun", "TapedEntry", "TapedSlot", "record", "replay"]
 
 T = TypeVar("T")
 
@@ -60,11 +61,11 @@ class TapeRun(Run):
             self.guards.pop().end()
 
     def child(self, label: Any) -> Slot:
-        self._check(f"layer {label_of(label)!r} runs", None)
+        self.check(f"layer {label_of(label)!r} runs", None)
         return super().child(label)
 
     def save(self, data: tuple[Any, ...], name: str | None, place: Place) -> tuple[Any, ...]:
-        self._check("data is saved", place)
+        self.check("data is saved", place)
         name = self._next(name)
         if self.phase is Phase.FORWARD:
             for guard in self.guards:
@@ -72,14 +73,21 @@ class TapeRun(Run):
         return super().save(data, name, place)
 
     def get(self, name: str | None, place: Place) -> tuple[Any, ...]:
-        self._check("get_recompute_data() is called", place)
+        self.check("get_recompute_data() is called", place)
         return super().get(self._next(name), place)
 
     def once(self, function: Callable[[], T], called: Any, place: Place) -> T:
-        self._check("recompute_once() is called", place)
+        self.check("recompute_once() is called", place)
         return super().once(function, called, place)
 
-    def _check(self, doing: str, place: Place | None) -> None:
+    def _decide(self, function: Callable[[], T]) -> T:
+        with contextlib.ExitStack() as stack:
+            for guard in self.guards:
+                stack.enter_context(guard.deciding())
+            return super()._decide(function)
+
+    def check(self, doing: str, place: Place | None) -> None:
+        """Refuse that a layer meets the block here, if a frontend has a reason."""
         for guard in self.guards:
             guard.check(doing, place)
 
@@ -246,7 +254,7 @@ def _check_below(layer: str, decision: Decision, below: int | dict[str, int] | N
 def _check_all_replayed(run: Run) -> None:
     left = [child for child in _taped(run.slot).sequence if child not in run.taken]
     deaf = [child for child in run.taken if not _is_read(_taped(child))]
-    unread = [entry for entry in run.slot.entries.values() if isinstance(entry, _TapedEntry) and not entry.was_read]
+    unread = [entry for entry in run.slot.entries.values() if isinstance(entry, TapedEntry) and not entry.was_read]
     if not left and not deaf and not unread:
         return
     facts = [("never run", repr(child.label)) for child in left[:6]]
@@ -262,7 +270,7 @@ def _check_all_replayed(run: Run) -> None:
 
 
 def _is_read(slot: TapedSlot) -> bool:
-    own = [entry for entry in slot.entries.values() if isinstance(entry, _TapedEntry)]
+    own = [entry for entry in slot.entries.values() if isinstance(entry, TapedEntry)]
     inner = slot.sequence
     if not own and not any(child.entries or child.sequence for child in inner):
         return True
@@ -291,7 +299,7 @@ class TapedSlot(Slot):
         for inner, slot in zip(region.regions, self.sequence, strict=True):
             self.children.setdefault((inner.scope, inner.label), []).append(slot)
         for decision in region.decisions:
-            self.entries[decision.key] = _TapedEntry(self, decision)
+            self.entries[decision.key] = TapedEntry(self, decision)
         self._by_order: dict[Scope, list[str]] = {}
         for scope, name in list(self.entries):
             if name is not None and name.startswith(ONCE):
@@ -336,7 +344,7 @@ class TapedSlot(Slot):
         self.device = device
         now, before = row_counts(shapes), self.rows or frozenset()
         for entry in self.entries.values():
-            if isinstance(entry, _TapedEntry):
+            if isinstance(entry, TapedEntry):
                 entry.line_up(before, now)
 
     def _missing(self, scope: Scope, name: str) -> TapeError:
@@ -369,7 +377,7 @@ class TapedSlot(Slot):
         )
 
 
-class _TapedEntry(Entry):
+class TapedEntry(Entry):
     """A decision of a tape, handed to layers of any framework."""
 
     __slots__ = ("_layer", "decision", "was_read")

@@ -163,23 +163,24 @@ class Tape:
             self._owned[key] = make()
         return self._owned[key]
 
-    def split(self) -> tuple[list[Any], Skeleton]:
-        """The arrays, in order, and all that is not an array."""
+    def split(self, which: Callable[[Any], bool] | None = None) -> tuple[list[Any], Skeleton]:
+        """The arrays, in order, and all that is not an array. `which` tells what counts as one."""
         arrays: list[Any] = []
-        return arrays, Skeleton(_mapped(self.root, lambda leaf: _taken(leaf, arrays), checked=True))
+        which = which or (lambda leaf: backend_of(leaf) is not None)
+        return arrays, Skeleton(_mapped(self.root, lambda leaf: _taken(leaf, arrays, which), checked=True))
 
-    def mapped(self, change: Callable[[Any], Any]) -> Tape:
-        """A tape with `change` of each array and value."""
-        return Tape(_mapped(self.root, change))
+    def mapped(self, change: Callable[[Any], Any], *, checked: bool = False) -> Tape:
+        """A tape with `change` of each array and value. `checked` tells that ranges checked in this one are kept."""
+        return Tape(_mapped(self.root, change, checked))
 
 
 class Skeleton:
     """A tape without its arrays. Equal, and hashed alike, where the tapes are alike but for those."""
 
-    __slots__ = ("_root", "key")
+    __slots__ = ("key", "root")
 
     def __init__(self, root: Region) -> None:
-        self._root = root
+        self.root = root
         self.key = json.dumps(_summary(root), default=lambda value: [type(value).__qualname__, repr(value)])
 
     def filled(self, arrays: Sequence[Any], *, checked: bool = False) -> Tape:
@@ -188,7 +189,7 @@ class Skeleton:
         `checked` tells that they are those of the tape that was split, and that ranges checked there are kept.
         """
         given = (array if backend_of(array) is not None else _InPlace(array) for array in arrays)
-        return Tape(_mapped(self._root, lambda leaf: next(given) if leaf is _ARRAY else leaf, checked))
+        return Tape(_mapped(self.root, lambda leaf: next(given) if leaf is _ARRAY else leaf, checked))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Skeleton) and self.key == other.key
@@ -214,10 +215,10 @@ class _InPlace:
         self.value = value
 
 
-def _taken(leaf: Any, arrays: list[Any]) -> Any:
+def _taken(leaf: Any, arrays: list[Any], which: Callable[[Any], bool]) -> Any:
     if isinstance(leaf, _InPlace):
         leaf = leaf.value
-    elif backend_of(leaf) is None:
+    elif not which(leaf):
         return leaf
     arrays.append(leaf)
     return _ARRAY

@@ -26,7 +26,7 @@ from roundpipe_core import (
     replay,
     save_for_recompute,
 )
-from roundpipe_core._backend import outside_saves, register_backend
+from roundpipe_core._backend import outside_saves, register_backend, tape_guards
 
 from ._backend import JaxArrays
 from ._explain import Explanation, LayerCost, explain
@@ -34,6 +34,7 @@ from ._layers import remat_layers
 from ._policies import save_dots, save_either, save_policy
 from ._remat import checkpoint, remat
 from ._runs import saved_outside
+from ._tapes import Guard
 
 __all__ = [
     "Explanation",
@@ -70,3 +71,4 @@ __all__ = [
 
 register_backend(JaxArrays())
 outside_saves.append(saved_outside)
+tape_guards.append(Guard)

@@ -22,7 +22,9 @@ import jax
 
 from roundpipe_core._errors import MismatchError, OptionError, message
 from roundpipe_core._phase import Phase, open_slot, thread
+from roundpipe_core._replay import TapedSlot
 from roundpipe_core._slots import Slot, label_of
+from roundpipe_core._tape import Skeleton
 
 from . import _arguments
 from ._explain import note
@@ -34,9 +36,10 @@ from ._regions import CheckpointLane, ResidualLane
 from ._runs import JaxRun, NeedsFreshTraces, NeedsTags, NeedsTangents, execute, is_abstract, stop_gradients
 from ._staging import Program, hint, hinted, memory, stage
 from ._tags import lead_through_tags
+from ._taped import StackRun, Taped, reads
 from ._verify import verified
 
-__all__ = ["Call", "Mode", "Options", "Verify"]
+__all__ = ["Call", "Mode", "Options", "Verify", "labelled"]
 
 Mode = Literal["checkpoint", "custom_vjp"]
 Verify = Literal["off", "warn", "raise"]
@@ -73,6 +76,17 @@ class Recompute:
         self.made: dict[Hashable, Any] = {}
 
 
+class Replay(Recompute):
+    """What tracing a replay found out."""
+
+    def __init__(self, shape: Split, run: JaxRun, saved: Sequence[Any]) -> None:
+        super().__init__(shape)
+        assert isinstance(run.slot, TapedSlot)
+        self.reads = reads(run.slot)
+        numbers = {id(array): n for n, array in enumerate(saved)}
+        self.narrowed = [(numbers[id(array)], dtype) for array, dtype in run.narrowed if id(array) in numbers]
+
+
 class Layer(NamedTuple):
     """A layer with the static part of its arguments: a function of arrays."""
 
@@ -99,10 +113,16 @@ class Layer(NamedTuple):
         run = JaxRun(Phase.FORWARD, slot, fresh=fresh, **options)
         return execute(run, lambda: self.apply(arrays)), run
 
+    def new_slot(self) -> Slot:
+        """The slot of a forward that is traced, maybe for a tape."""
+        slot = Slot(self.label)
+        slot.rows = frozenset()
+        return slot
+
     def forward_program(self, *arrays: Any) -> tuple[list[Any], list[Any], Held]:
         """To be traced: outputs, saved arrays, `Forward`."""
         names = not is_remat3()  # which cannot name under vmap
-        value, run = self.started(lambda fresh: self.forward(arrays, Slot(self.label), fresh=fresh, names=names))
+        value, run = self.started(lambda fresh: self.forward(arrays, self.new_slot(), fresh=fresh, names=names))
         outputs, shape = split(value)
         saved: list[Any] = []
         template = Template(run.slot, saved)
@@ -126,6 +146,18 @@ class Layer(NamedTuple):
         outputs, recompute = self.recompute_program(template, saved, arrays)
         return outputs, decided, Held((forward.value.template, recompute.value.shape))
 
+    def replayed_program(self, skeleton: Skeleton, saved: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        """To be traced: outputs, `Replay`."""
+
+        def attempt(fresh: bool) -> tuple[Any, JaxRun]:
+            tape = skeleton.filled(saved, checked=True)
+            run = JaxRun(Phase.RECOMPUTE, TapedSlot(tape.root, tape), fresh=fresh)
+            return execute(run, lambda: self.apply(arrays)), run
+
+        value, run = self.started(attempt)
+        outputs, shape = split(value)
+        return outputs, Held(Replay(shape, run, saved))
+
     def _recompute(self, template: Template, saved: Sequence[Any], arrays: Sequence[Any], fresh: bool) -> Any:
         slot = template.fill(Slot(self.label, orphan=template.orphan), saved)
         return execute(JaxRun(Phase.RECOMPUTE, slot, fresh=fresh), lambda: self.apply(arrays))
@@ -136,7 +168,7 @@ class Call:
 
     def __init__(self, fun: Any, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.fun, self.options = fun, options
-        self.label = options.label or _labelled(fun)
+        self.label = options.label or labelled(fun)
         if options.static_argnums or options.static_argnames:
             args, kwargs = _arguments.with_static(
                 label_of(self.label), fun, args, kwargs, options.static_argnums, options.static_argnames
@@ -169,6 +201,10 @@ class Call:
         """What the layer returns."""
         outer = thread.run
         phase, slot = open_slot(self.label)
+        if slot.rows is not None:
+            slot.line_up([tuple(array.shape) for array in self.arrays], None)
+        if isinstance(slot, TapedSlot):
+            return self._replayed(slot)
         if phase is Phase.RECOMPUTE:
             return self._inside_recompute(slot)
         if phase is Phase.AUDIT:
@@ -194,7 +230,7 @@ class Call:
             except Exception:  # another function with the same code; if it is not, the error comes again
                 hint("tags", self.layer.kind, holds=False)
         try:
-            return self._staged() if any(map(is_abstract, self.arrays)) else self._at_once(slot)
+            return self._staged(slot) if any(map(is_abstract, self.arrays)) else self._at_once(slot)
         except NeedsTags:
             hint("tags", self.layer.kind)
         return self._tagged()
@@ -228,7 +264,7 @@ class Call:
 
         return self.layer.started(attempt)
 
-    def _staged(self) -> Any:
+    def _staged(self, slot: Slot) -> Any:
         program = self._program("forward", Layer.forward_program, self.arrays)
         found: Forward = program.out[2].value
         if not found.asked and found.template.empty and self.options.verify == "off":
@@ -239,6 +275,8 @@ class Call:
             run = found.made.get("run") or found.made.setdefault("run", jax.jit(_named(program.run, self.fun)))
         ran = run(stop_gradients(program.consts), stop_gradients(self.arrays))
         count = len(program.out[0])
+        if slot.rows is not None:
+            found.template.fill(slot, ran[count:])  # the tape's
         known = found.made if program.cached else {}
         return self._differentiable(ran[:count], found.shape, ran[count:], found.template, program, known)
 
@@ -287,12 +325,16 @@ class Call:
 
     def _recomputed(self, shape: Split, saved: list[Any], template: Template) -> Program:
         parts = (template.key(), shape.key())
+        return self._looking(
+            ("recompute", parts) if None not in parts else None,
+            lambda layer, *values: layer.recompute_program(template, values[: len(saved)], values[len(saved) :]),
+            [*saved, *self.arrays],
+        )
+
+    def _looking(self, key: Hashable, function: Callable[..., Any], arrays: Sequence[Any]) -> Program:
+        """The program of a recompute, which may have looked at values."""
         try:
-            return self._program(
-                ("recompute", parts) if None not in parts else None,
-                lambda layer, *values: layer.recompute_program(template, values[: len(saved)], values[len(saved) :]),
-                [*saved, *self.arrays],
-            )
+            return self._program(key, function, arrays)
         except _LOOKED as error:
             raise MismatchError(
                 message(
@@ -364,7 +406,7 @@ class Call:
                 barrier = (False, list(barrier))
             made = found.made[key] = jax.checkpoint(led.run, policy=policy, prevent_cse=barrier)
         inputs = [*program.consts, *self.arrays]
-        if thread.run is None:
+        if not isinstance(thread.run, JaxRun):
             count, policy = len(program.consts), self.options.policy
             note(
                 label_of(self.label),
@@ -376,6 +418,33 @@ class Call:
             )
         result: list[Any] = made(program.consts, self.arrays)
         return result
+
+    # -------------------------------------------------------------------------------- the replay of a tape
+
+    def _replayed(self, slot: TapedSlot) -> Any:
+        """The recompute, in place of the forward too (R13)."""
+        taped = Taped(slot)
+        program = self._looking(
+            ("replay", taped.key) if taped.key is not None else None,
+            lambda layer, *values: layer.replayed_program(
+                taped.skeleton, values[: len(taped.arrays)], values[len(taped.arrays) :]
+            ),
+            [*taped.arrays, *self.arrays],
+        )
+        found: Replay = program.out[1].value
+        taped.mark(found.reads)
+        for n, dtype in found.narrowed:
+            if isinstance(thread.run, (JaxRun, StackRun)):
+                thread.run.narrowed.append((taped.arrays[n], dtype))
+            else:
+                taped.check_holds(n, dtype)
+        check_matches(self.options.policy, program.jaxpr, label_of(self.label))
+        count = len(taped.arrays)
+        inputs = [*program.consts, *self.arrays]
+        lane = self._lane(program, found, None, count)
+        if not isinstance(thread.run, JaxRun):
+            note(label_of(self.label), lane.recompute, taped.arrays, inputs, self.options.policy, tags=False)
+        return found.shape.join(lane.alone(taped.arrays, inputs))
 
     # ------------------------------------------------------------------- inside the recompute of another
 
@@ -406,10 +475,10 @@ class Call:
 def _held_weakly(call: Call, function: Callable[..., Any]) -> Callable[..., Any]:
     fun: Any = weakref.ref(call.fun)
     label, arguments, kind = call.options.label, call.arguments, call.layer.kind
-    return lambda *values: function(Layer(fun, arguments, label or _labelled(fun()), kind), *values)
+    return lambda *values: function(Layer(fun, arguments, label or labelled(fun()), kind), *values)
 
 
-def _labelled(fun: Any) -> Any:
+def labelled(fun: Any) -> Any:
     """What to call a layer after: the user's function, also behind a transformation of JAX."""
     while hasattr(fun, "__wrapped__") and not isinstance(fun, types.MethodType):
         fun = fun.__wrapped__

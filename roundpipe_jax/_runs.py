@@ -32,7 +32,9 @@ __all__ = [
     "NeedsTangents",
     "execute",
     "is_abstract",
+    "recorded_outside",
     "saved_outside",
+    "traced_for",
 ]
 
 T = TypeVar("T")
@@ -41,7 +43,7 @@ SAVED = "roundpipe_saved"
 """The name that saved values carry in a program, see `jax.ad_checkpoint.checkpoint_name`."""
 
 # Part of the key of every cache of traces that JAX has: a jitted function inside a layer is traced once per phase.
-_traced_for = user_context()
+traced_for = user_context()
 
 
 class NeedsTags(BaseException):
@@ -59,7 +61,7 @@ class NeedsTangents(BaseException):
 class JaxRun(Run):
     """One execution of a region's Python code in JAX."""
 
-    __slots__ = ("asked", "cut", "fresh", "home", "names", "tags")
+    __slots__ = ("asked", "cut", "fresh", "home", "names", "narrowed", "tags")
 
     def __init__(
         self,
@@ -79,6 +81,7 @@ class JaxRun(Run):
         self.cut = cut  # no tangents in this forward
         self.names = names  # saved values are named in the program, for a checkpoint around this region
         self.asked = False  # whether the layer knows its phase: then its phases may differ
+        self.narrowed: list[tuple[Any, Any]] = []  # integers of a tape that the layer has in a narrower dtype
 
     def consulted(self) -> None:
         self.asked = True
@@ -102,10 +105,18 @@ class JaxRun(Run):
     def arguments(self, values: T) -> T:
         return stop_gradients(values)
 
+    def adopt(self, leaf: Any, like: Any) -> Any:  # R13
+        if not isinstance(like, jax.Array):
+            return leaf
+        leaf = jnp.asarray(leaf)
+        if jnp.issubdtype(like.dtype, jnp.integer) and not _holds(like.dtype, leaf.dtype):
+            self.narrowed.append((leaf, like.dtype))  # looked at where there are values
+        return leaf.astype(like.dtype)
+
     def _decide(self, function: Callable[[], T]) -> T:
         if self.phase is Phase.FORWARD and not self.tags and trace_state() != self.home:
             raise NeedsTags  # before the decision is made, which happens once (R8)
-        with _traced_for(Phase.OFF):
+        with traced_for(Phase.OFF):
             value: T = super()._decide(function)
         if self.phase is not Phase.FORWARD:
             return value
@@ -131,7 +142,7 @@ class JaxRun(Run):
             self._forget_earlier_trace(key, place)
         for n in tracers:
             if place is not None and is_float(leaves[n]):
-                leaves[n] = _probe(_Fault(self.slot, key, spec, n, place), leaves[n])
+                leaves[n] = _probe(_Fault(self.slot.label, key, spec, n, place), leaves[n])
             if self.tags or self.names:
                 leaves[n] = named(leaves[n], SAVED)
         return unflatten(spec, iter(leaves))
@@ -144,9 +155,16 @@ class JaxRun(Run):
             del self.slot.entries[key]
 
 
+def _holds(dtype: Any, other: Any) -> bool:
+    """Whether integers of type `other` are all of type `dtype` too."""
+    info: Any = jnp.iinfo
+    wide, narrow = info(dtype), info(other)
+    return bool(wide.min <= narrow.min and narrow.max <= wide.max)
+
+
 def execute(run: JaxRun, call: Callable[[], T]) -> T:
     """`call()` as the code of `run` (R1, R11)."""
-    with _traced_for((run.phase, object()) if run.fresh else run.phase):
+    with traced_for((run.phase, object()) if run.fresh else run.phase):
         before = thread.run
         thread.run = run
         try:
@@ -186,14 +204,26 @@ def saved_outside(data: tuple[Any, ...]) -> tuple[Any, ...]:
     return handed_back
 
 
+def recorded_outside(layer: str, key: Key, data: tuple[Any, ...], place: Place) -> tuple[Any, ...]:
+    """The same while a tape is recorded, which holds no tangents (R5)."""
+    leaves: list[Any] = []
+    spec = flatten(data, leaves, expand)
+    probed = (
+        _probe(_Fault(layer, key, spec, n, place), leaf) if is_tracer(leaf) and is_float(leaf) else leaf
+        for n, leaf in enumerate(leaves)
+    )
+    handed_back: tuple[Any, ...] = unflatten(spec, probed)
+    return saved_outside(handed_back)
+
+
 # ------------------------------------------------------------------------------------------- R5
 
 
 class _Fault:
     """What to say if a saved value turns out to carry a tangent, which may be long after the save."""
 
-    def __init__(self, slot: Slot, key: Key, spec: Spec, leaf: int, place: Place) -> None:
-        self.layer, self.key, self.spec, self.leaf, self.place = slot.label, key, spec, leaf, place
+    def __init__(self, layer: str, key: Key, spec: Spec, leaf: int, place: Place) -> None:
+        self.layer, self.key, self.spec, self.leaf, self.place = layer, key, spec, leaf, place
 
     def error(self, value: Any) -> GradientError:
         path = list(paths(self.spec))[self.leaf]
