@@ -33,7 +33,7 @@ from ._jax import is_float, is_remat3, is_tracer, trace_state
 from ._packing import Held, Split, Template, in_jax, split
 from ._policies import check_matches, with_tags
 from ._regions import CheckpointLane, ResidualLane
-from ._runs import JaxRun, NeedsFreshTraces, NeedsTags, NeedsTangents, execute, is_abstract, stop_gradients
+from ._runs import JaxRun, Journal, NeedsFreshTraces, NeedsTags, NeedsTangents, execute, is_abstract, stop_gradients
 from ._staging import Program, hint, hinted, memory, stage
 from ._tags import lead_through_tags
 from ._taped import StackRun, Taped, reads
@@ -108,7 +108,7 @@ class Layer(NamedTuple):
                 hint("fresh", self.kind)
         return attempt(True)
 
-    def forward(self, arrays: Sequence[Any], slot: Slot, *, fresh: bool, **options: bool) -> tuple[Any, JaxRun]:
+    def forward(self, arrays: Sequence[Any], slot: Slot, *, fresh: bool, **options: Any) -> tuple[Any, JaxRun]:
         """The value of the forward, and the run it was."""
         run = JaxRun(Phase.FORWARD, slot, fresh=fresh, **options)
         return execute(run, lambda: self.apply(arrays)), run
@@ -128,9 +128,9 @@ class Layer(NamedTuple):
         template = Template(run.slot, saved)
         return outputs, saved, Held(Forward(shape, template, run.asked))
 
-    def tagged_program(self, *arrays: Any) -> tuple[list[Any], Held]:
+    def tagged_program(self, *arrays: Any, journal: Journal | None = None) -> tuple[list[Any], Held]:
         """To be traced: outputs, `Forward`; what is saved is named in the program."""
-        value, run = self.forward(arrays, Slot(self.label), fresh=True, tags=True)
+        value, run = self.forward(arrays, Slot(self.label), fresh=True, tags=True, journal=journal)
         outputs, shape = split(value)
         return outputs, Held(Forward(shape, Template(Slot(self.label), []), run.asked))
 
@@ -212,8 +212,8 @@ class Call:
         if not isinstance(outer, JaxRun) or outer.phase is Phase.OFF:
             return self._outermost(slot)
         if outer.tags:
-            return self._tagged(inside=True)
-        run = JaxRun(phase, slot, home=outer.home, fresh=outer.fresh, cut=outer.cut, names=outer.names)
+            return self._tagged(outer.journal, inside=True)
+        run = outer.inside(slot)
         value = execute(run, lambda: self.layer.apply(self.arrays))
         outer.asked = outer.asked or run.asked
         return value
@@ -231,9 +231,17 @@ class Call:
                 hint("tags", self.layer.kind, holds=False)
         try:
             return self._staged(slot) if any(map(is_abstract, self.arrays)) else self._at_once(slot)
-        except NeedsTags:
+        except NeedsTags as needs:
+            given_up = needs
+        try:
             hint("tags", self.layer.kind)
-        return self._tagged()
+            return self._tagged(given_up.journal)
+        except (MismatchError, OptionError):
+            hint("tags", self.layer.kind, holds=False)
+            if not given_up.or_fresh:
+                raise
+        hint("fresh", self.layer.kind)
+        return self._at_once(slot)
 
     def _at_once(self, slot: Slot) -> Any:
         # Tangents in the forward serve only the probes on saved floats (R5). A layer that saved none last time
@@ -260,7 +268,7 @@ class Call:
         def attempt(fresh: bool) -> Any:
             slot.entries.clear()
             slot.children.clear()
-            return self.layer.forward(arrays, slot, fresh=fresh, cut=cut)[0]
+            return self.layer.forward(arrays, slot, fresh=fresh, cut=cut, journal=Journal())[0]
 
         return self.layer.started(attempt)
 
@@ -360,7 +368,7 @@ class Call:
         """Exactly `jax.checkpoint`: the layer knows nothing of phases."""
         return found.shape.join(self._checkpointed(program, found, program, self.options.policy))
 
-    def _tagged(self, inside: bool = False) -> Any:
+    def _tagged(self, journal: Journal | None = None, inside: bool = False) -> Any:
         if self.options.mode == "custom_vjp" and not inside:  # inside another, the lane is that one's
             raise OptionError(
                 message(
@@ -371,7 +379,7 @@ class Call:
                 )
             )
         try:
-            program = self._program("tagged", Layer.tagged_program, self.arrays)
+            program = self._tagged_program(journal)
         except _LOOKED as error:
             if any(map(is_abstract, self.arrays)):
                 raise  # nothing could have looked at these
@@ -385,15 +393,21 @@ class Call:
                 )
             ) from error
         found: Forward = program.out[1].value
-        led = self._led(program, found)
+        led = self._led(program, found, journal)
         return found.shape.join(self._checkpointed(program, found, led, with_tags(self.options.policy)))
 
-    def _led(self, program: Program, found: Forward) -> Program:
-        """The program in which every use of a saved value reads its name."""
+    def _tagged_program(self, journal: Journal | None) -> Program:
+        if journal is None:
+            return self._program("tagged", Layer.tagged_program, self.arrays)
+        return stage(functools.partial(self.layer.tagged_program, journal=journal), self.arrays)  # of this call alone
+
+    def _led(self, program: Program, found: Forward, journal: Journal | None = None) -> Program:
+        """The program in which every use of a saved value reads its name, or what was decided before."""
         led: Program | None = found.made.get("led")
         if led is None:
-            led = program._replace(jaxpr=lead_through_tags(program.jaxpr, label_of(self.label)))
-            found.made["led"] = led
+            decided = journal.decided if journal is not None else {}
+            led = program._replace(jaxpr=lead_through_tags(program.jaxpr, label_of(self.label), decided))
+            led = found.made["led"] = led.pruned() if decided else led
         return led
 
     def _checkpointed(self, program: Program, found: Forward, led: Program, policy: Any) -> list[Any]:
@@ -405,9 +419,9 @@ class Call:
             if isinstance(barrier, tuple):
                 barrier = (False, list(barrier))
             made = found.made[key] = jax.checkpoint(led.run, policy=policy, prevent_cse=barrier)
-        inputs = [*program.consts, *self.arrays]
+        inputs = [*led.consts, *self.arrays]
         if not isinstance(thread.run, JaxRun):
-            count, policy = len(program.consts), self.options.policy
+            count, policy = len(led.consts), self.options.policy
             note(
                 label_of(self.label),
                 lambda _, values: led.run(values[:count], values[count:]),
@@ -416,7 +430,7 @@ class Call:
                 policy,
                 tags=led is not program,
             )
-        result: list[Any] = made(program.consts, self.arrays)
+        result: list[Any] = made(led.consts, self.arrays)
         return result
 
     # -------------------------------------------------------------------------------- the replay of a tape

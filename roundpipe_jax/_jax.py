@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend.core import Var
 
 __all__ = [
+    "behind",
     "belongs_to",
     "cannot_name",
     "concrete_value",
@@ -73,6 +74,16 @@ def is_tracer(value: Any) -> bool:
 def concrete_value(tracer: Any) -> Any:
     """The array that a tracer stands for, or None if it stands for no particular one."""
     return tracer.to_concrete_value()
+
+
+def behind(tracer: Any) -> Any:
+    """The array that a tracer computes with, batched as it is; a tracer still if nothing is computed yet."""
+    while is_tracer(tracer):
+        inner = getattr(tracer, "val", getattr(tracer, "primal", None))  # of vmap; of jvp and linearize
+        if inner is None:
+            return tracer
+        tracer = inner
+    return tracer
 
 
 def is_numpy(value: Any) -> bool:

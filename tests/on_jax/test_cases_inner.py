@@ -77,8 +77,7 @@ PLACES = [scan, scan_of_scan, cond, switch, mapped, vmapped, jitted, bounded_loo
 
 @pytest.mark.parametrize(
     ("place", "way"),
-    # A host decision under vmap has run, where there are values, before the save says that it is in an inner trace.
-    [(place, way) for place in PLACES for way in WAYS if (place, way) != (vmapped, "eager")],
+    [(place, way) for place in PLACES for way in WAYS],
     ids=lambda part: getattr(part, "__name__", part),
 )
 def test_a_decision_in_each_place(place: Any, way: str) -> None:  # R8
