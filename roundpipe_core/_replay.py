@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-from ._backend import TapeGuard, backend_named, backend_of, expand, only_frontend, origin_of, tape_guards
+from ._backend import TapeGuard, backend_of, expand, frontend, numpys, only_frontend, origin_of, tape_guards
 from ._errors import OptionError, PhaseError, TapeError, message
 from ._host import kind_of
 from ._phase import Phase, Run, thread
@@ -96,9 +96,10 @@ class TapeRun(Run):
         backend = backend_of(like)
         if backend is not None:
             return backend.adopt(leaf, like)
-        own = backend_of(leaf)
-        home = backend_named(origin_of(leaf)) or only_frontend()
-        return leaf if home is None or home is own else home.adopt(leaf, None)
+        if origin_of(leaf) == "numpy":
+            return numpys.adopt(leaf, None)
+        home = frontend(origin_of(leaf)) or only_frontend()
+        return leaf if home is None or home is backend_of(leaf) else home.adopt(leaf, None)
 
     def _next(self, name: str | None) -> str | None:
         count = self.count(("saved outside of regions", *self.scope, name))
