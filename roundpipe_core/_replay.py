@@ -271,11 +271,14 @@ def _check_all_replayed(run: Run) -> None:
 
 
 def _is_read(slot: TapedSlot) -> bool:
-    own = [entry for entry in slot.entries.values() if isinstance(entry, TapedEntry)]
-    inner = slot.sequence
-    if not own and not any(child.entries or child.sequence for child in inner):
-        return True
-    return any(entry.was_read for entry in own) or any(_is_read(child) for child in inner if child.entries)
+    entries = list(_all_entries(slot))
+    return not entries or any(entry.was_read for entry in entries)
+
+
+def _all_entries(slot: TapedSlot) -> Iterator[TapedEntry]:
+    yield from (entry for entry in slot.entries.values() if isinstance(entry, TapedEntry))
+    for inner in slot.sequence:
+        yield from _all_entries(inner)
 
 
 def _taped(slot: Slot) -> TapedSlot:
@@ -388,6 +391,7 @@ class TapedEntry(Entry):
         self.was_read = False
         self._layer = slot.label
         self.spec, self.leaves, self.counts, self.state = decision.spec, decision.leaves, decision.counts, None
+        self.axes = decision.axes
         self.place = decision.place or ("a tape", 0)
         self.backends = [backend_of(leaf) for leaf in self.leaves]
 
@@ -426,7 +430,7 @@ class TapedEntry(Entry):
 
     def line_up(self, before: frozenset[int], now: frozenset[int]) -> None:
         for n, leaf in enumerate(self.leaves):
-            shape = described(leaf)[1]
+            shape = described(leaf)[1][self.axes[n] if self.axes else 0 :]
             if now and shape and shape[0] in before and shape[0] not in now:
                 rows = ", ".join(map(str, sorted(now)[:8]))
                 raise self._unfit(n, f"{shape[0]} rows, as an input had; now inputs have {rows}")

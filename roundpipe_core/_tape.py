@@ -27,13 +27,14 @@ Scope = tuple[str, ...]
 class Decision:
     """One save."""
 
-    __slots__ = ("below", "checked", "counts", "key", "leaves", "place", "spec")
+    __slots__ = ("axes", "below", "checked", "counts", "key", "leaves", "place", "spec")
 
     def __init__(
         self, key: Key, spec: Spec, leaves: list[Any], place: Place | None = None, below: int | None = None
     ) -> None:
         self.key, self.spec, self.leaves, self.place = key, spec, leaves, place
         self.counts: dict[Any, int] = {}  # what the region had met by then, see `Entry.counts`
+        self.axes: tuple[int, ...] = ()  # see `Entry.axes`
         self.below = below  # its integers are said to be at least 0 and below this
         self.checked = False  # and that was looked at
 
@@ -228,7 +229,7 @@ def _mapped(region: Region, change: Callable[[Any], Any], checked: bool = False)
     new = Region(region.label, given=region.given, scope=region.scope, rows=region.rows)
     for old in region.decisions:
         decision = Decision(old.key, old.spec, [change(leaf) for leaf in old.leaves], old.place, old.below)
-        decision.counts, decision.checked = old.counts, old.checked and checked
+        decision.counts, decision.axes, decision.checked = old.counts, old.axes, old.checked and checked
         new.decisions.append(decision)
     new.regions = [_mapped(inner, change, checked) for inner in region.regions]
     return new
@@ -241,7 +242,7 @@ def _summary(region: Region) -> Any:
         region.scope,
         sorted(region.rows),
         [
-            [d.key, outline(d.spec), d.leaves, d.below, d.checked, sorted(map(repr, d.counts.items()))]
+            [d.key, outline(d.spec), d.leaves, d.axes, d.below, d.checked, sorted(map(repr, d.counts.items()))]
             for d in region.decisions
         ],
         [_summary(inner) for inner in region.regions],
@@ -287,6 +288,7 @@ def taken_from(slot: Slot, scope: Scope = ()) -> Region:
 
 def _decision(key: Key, entry: Entry) -> Decision:
     decision = Decision((key[0], portable_name(key[1])), entry.spec, entry.leaves, entry.place)
+    decision.axes = entry.axes
     for met, count in entry.counts.items():
         name = (*met[:-1], portable_name(portable(met[-1]))) if isinstance(met[-1], str) else met
         decision.counts[name] = decision.counts.get(name, 0) + count

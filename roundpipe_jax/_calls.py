@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 from roundpipe_core._errors import MismatchError, OptionError, message
 from roundpipe_core._phase import Phase, open_slot, thread
@@ -29,14 +30,15 @@ from roundpipe_core._tape import Skeleton
 from . import _arguments
 from ._explain import note
 from ._identity import codes
-from ._jax import is_float, is_remat3, is_tracer, trace_state
+from ._inner import MarkedSlot, Marks, item, run_with
+from ._jax import is_float, is_remat3, is_tracer, replaced, trace_state
 from ._packing import Held, Split, Template, in_jax, split
 from ._policies import check_matches, with_tags
 from ._regions import CheckpointLane, ResidualLane
 from ._runs import JaxRun, Journal, NeedsFreshTraces, NeedsTags, NeedsTangents, execute, is_abstract, stop_gradients
 from ._staging import Program, hint, hinted, memory, stage
 from ._tags import lead_through_tags
-from ._taped import StackRun, Taped, reads
+from ._taped import Taped, reads, without_axes
 from ._verify import verified
 
 __all__ = ["Call", "Mode", "Options", "Verify", "labelled"]
@@ -65,6 +67,8 @@ class Forward:
 
     def __init__(self, shape: Split, template: Template, asked: bool) -> None:
         self.shape, self.template, self.asked = shape, template, asked
+        self.marked: MarkedSlot | None = None  # what goes to a tape
+        self.names: frozenset[str] = frozenset()  # of its marks
         self.made: dict[Hashable, Any] = {}
 
 
@@ -134,6 +138,14 @@ class Layer(NamedTuple):
         outputs, shape = split(value)
         return outputs, Held(Forward(shape, Template(Slot(self.label), []), run.asked))
 
+    def taped_program(self, slot: Slot, marks: Marks, arrays: Sequence[Any], journal: Journal | None) -> Any:
+        """The same for a tape: outputs, `Forward` with the slot as it was marked."""
+        value, run = self.forward(arrays, slot, fresh=True, tags=True, journal=journal, marks=marks)
+        outputs, shape = split(value)
+        found = Forward(shape, Template(Slot(self.label), []), run.asked)
+        found.marked = marks.taken_from(slot)
+        return outputs, Held(found)
+
     def recompute_program(self, template: Template, saved: Sequence[Any], arrays: Sequence[Any]) -> Any:
         """To be traced: outputs, `Recompute`."""
         value = self.started(lambda fresh: self._recompute(template, saved, arrays, fresh))
@@ -150,13 +162,25 @@ class Layer(NamedTuple):
         """To be traced: outputs, `Replay`."""
 
         def attempt(fresh: bool) -> tuple[Any, JaxRun]:
-            tape = skeleton.filled(saved, checked=True)
+            tape = without_axes(skeleton.filled(saved, checked=True))
             run = JaxRun(Phase.RECOMPUTE, TapedSlot(tape.root, tape), fresh=fresh)
             return execute(run, lambda: self.apply(arrays)), run
 
         value, run = self.started(attempt)
         outputs, shape = split(value)
         return outputs, Held(Replay(shape, run, saved))
+
+    def replayed_inside(self, taped: Taped, saved: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        """The same where some of what is saved is to be taken apart by scans of the layer."""
+        stacked = {n: (saved[n], axes) for n, axes in enumerate(taped.axes) if axes}
+
+        def with_items(*values: Any) -> Any:
+            handed = [item(array, axes, n) for n, (array, axes) in enumerate(zip(values, taped.axes, strict=False))]
+            return self.replayed_program(taped.skeleton, handed, values[len(handed) :])
+
+        program = stage(with_items, [*saved, *arrays])
+        results, _ = run_with(program.jaxpr, program.consts, [*saved, *arrays], self.label, stacked)
+        return results, program.out[1]
 
     def _recompute(self, template: Template, saved: Sequence[Any], arrays: Sequence[Any], fresh: bool) -> Any:
         slot = template.fill(Slot(self.label, orphan=template.orphan), saved)
@@ -212,7 +236,7 @@ class Call:
         if not isinstance(outer, JaxRun) or outer.phase is Phase.OFF:
             return self._outermost(slot)
         if outer.tags:
-            return self._tagged(outer.journal, inside=True)
+            return self._tagged(slot, outer.journal, outer)
         run = outer.inside(slot)
         value = execute(run, lambda: self.layer.apply(self.arrays))
         outer.asked = outer.asked or run.asked
@@ -223,10 +247,10 @@ class Call:
     def _outermost(self, slot: Slot) -> Any:
         references = any(isinstance(array, jax.Ref) for array in self.arrays)  # no derivative rule takes them
         if references:
-            return self._tagged()
+            return self._tagged(slot)
         if self.options.mode != "custom_vjp" and hinted("tags", self.layer.kind):
             try:
-                return self._tagged()
+                return self._tagged(slot)
             except Exception:  # another function with the same code; if it is not, the error comes again
                 hint("tags", self.layer.kind, holds=False)
         try:
@@ -235,7 +259,7 @@ class Call:
             given_up = needs
         try:
             hint("tags", self.layer.kind)
-            return self._tagged(given_up.journal)
+            return self._tagged(slot, given_up.journal)
         except (MismatchError, OptionError):
             hint("tags", self.layer.kind, holds=False)
             if not given_up.or_fresh:
@@ -368,8 +392,8 @@ class Call:
         """Exactly `jax.checkpoint`: the layer knows nothing of phases."""
         return found.shape.join(self._checkpointed(program, found, program, self.options.policy))
 
-    def _tagged(self, journal: Journal | None = None, inside: bool = False) -> Any:
-        if self.options.mode == "custom_vjp" and not inside:  # inside another, the lane is that one's
+    def _tagged(self, slot: Slot, journal: Journal | None = None, outer: JaxRun | None = None) -> Any:
+        if self.options.mode == "custom_vjp" and outer is None:  # inside another, the lane is that one's
             raise OptionError(
                 message(
                     f'layer {label_of(self.label)!r}: mode="custom_vjp" cannot keep what is saved inside a scan, cond, '
@@ -379,7 +403,7 @@ class Call:
                 )
             )
         try:
-            program = self._tagged_program(journal)
+            program = self._tagged_program(slot, journal, outer)
         except _LOOKED as error:
             if any(map(is_abstract, self.arrays)):
                 raise  # nothing could have looked at these
@@ -393,22 +417,61 @@ class Call:
                 )
             ) from error
         found: Forward = program.out[1].value
-        led = self._led(program, found, journal)
-        return found.shape.join(self._checkpointed(program, found, led, with_tags(self.options.policy)))
+        led = self._led(program, found, journal, whole=outer is None)
+        results = self._checkpointed(program, found, led, with_tags(self.options.policy))
+        if found.marked is not None and outer is None:
+            names = sorted(found.names)
+            count = len(results) - len(names)
+            found.marked.fill(slot, dict(zip(names, stop_gradients(results[count:]), strict=True)))
+            results = results[:count]
+        return found.shape.join(results)
 
-    def _tagged_program(self, journal: Journal | None) -> Program:
+    def _tagged_program(self, slot: Slot, journal: Journal | None, outer: JaxRun | None) -> Program:
+        if outer is not None and outer.marks is not None:  # the slot is a part of the outer one's
+            marks = outer.marks
+
+            def inside(*arrays: Any) -> Any:
+                marks.region(slot)
+                return self.layer.taped_program(slot, marks, arrays, journal)
+
+            return stage(inside, self.arrays)
+        if outer is None and slot.rows is not None:
+
+            def whole(layer: Layer, *arrays: Any) -> Any:
+                return layer.taped_program(layer.new_slot(), Marks(), arrays, journal)
+
+            if journal is None:
+                return self._program("taped", whole, self.arrays)
+            return stage(functools.partial(whole, self.layer), self.arrays)
         if journal is None:
             return self._program("tagged", Layer.tagged_program, self.arrays)
         return stage(functools.partial(self.layer.tagged_program, journal=journal), self.arrays)  # of this call alone
 
-    def _led(self, program: Program, found: Forward, journal: Journal | None = None) -> Program:
+    def _led(self, program: Program, found: Forward, journal: Journal | None = None, whole: bool = False) -> Program:
         """The program in which every use of a saved value reads its name, or what was decided before."""
         led: Program | None = found.made.get("led")
         if led is None:
             decided = journal.decided if journal is not None else {}
             led = program._replace(jaxpr=lead_through_tags(program.jaxpr, label_of(self.label), decided))
-            led = found.made["led"] = led.pruned() if decided else led
+            if found.marked is not None and whole:
+                led = self._with_marks(led, found, found.marked)
+            led = found.made["led"] = led.pruned() if decided and (found.marked is None or whole) else led
         return led
+
+    def _with_marks(self, led: Program, found: Forward, marked: MarkedSlot) -> Program:
+        """The program, with what is saved among its results."""
+        marked.check(led.jaxpr.jaxpr)
+        count = len(led.consts)
+
+        def with_marks(*values: Any) -> list[Any]:
+            results, values_of = run_with(led.jaxpr, values[:count], values[count:], self.label, {})
+            found.names = frozenset(values_of)
+            return [*results, *(values_of[name] for name in sorted(values_of))]
+
+        more = stage(with_marks, [*led.consts, *self.arrays]).jaxpr
+        inputs = more.jaxpr.invars
+        jaxpr = replaced(more.jaxpr, constvars=[*more.jaxpr.constvars, *inputs[:count]], invars=inputs[count:])
+        return led._replace(jaxpr=ClosedJaxpr(jaxpr, [*more.consts, *led.consts]))
 
     def _checkpointed(self, program: Program, found: Forward, led: Program, policy: Any) -> list[Any]:
         check_matches(self.options.policy, program.jaxpr, label_of(self.label))
@@ -440,18 +503,13 @@ class Call:
         taped = Taped(slot)
         program = self._looking(
             ("replay", taped.key) if taped.key is not None else None,
-            lambda layer, *values: layer.replayed_program(
-                taped.skeleton, values[: len(taped.arrays)], values[len(taped.arrays) :]
-            ),
+            functools.partial(_replayed_in, taped),
             [*taped.arrays, *self.arrays],
         )
         found: Replay = program.out[1].value
         taped.mark(found.reads)
         for n, dtype in found.narrowed:
-            if isinstance(thread.run, (JaxRun, StackRun)):
-                thread.run.narrowed.append((taped.arrays[n], dtype))
-            else:
-                taped.check_holds(n, dtype)
+            taped.narrow(n, dtype)
         check_matches(self.options.policy, program.jaxpr, label_of(self.label))
         count = len(taped.arrays)
         inputs = [*program.consts, *self.arrays]
@@ -484,6 +542,13 @@ class Call:
         if jitted is None:
             jitted = self.memory[key] = jax.jit(_named(_held_weakly(self, function), self.fun))
         return stage(lambda *values: function(self.layer, *values), arrays, jitted)
+
+
+def _replayed_in(taped: Taped, layer: Layer, *values: Any) -> Any:
+    saved, arrays = values[: len(taped.axes)], values[len(taped.axes) :]
+    if any(taped.axes):
+        return layer.replayed_inside(taped, saved, arrays)
+    return layer.replayed_program(taped.skeleton, saved, arrays)
 
 
 def _held_weakly(call: Call, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,9 @@ __all__ = [
     "saved_outside",
     "traced_for",
 ]
+
+if TYPE_CHECKING:
+    from ._inner import Marks
 
 T = TypeVar("T")
 
@@ -113,7 +116,7 @@ class NeedsTangents(BaseException):
 class JaxRun(Run):
     """One execution of a region's Python code in JAX."""
 
-    __slots__ = ("asked", "cut", "fresh", "home", "journal", "names", "narrowed", "tags")
+    __slots__ = ("asked", "cut", "fresh", "home", "journal", "marks", "names", "narrowed", "tags")
 
     def __init__(
         self,
@@ -126,6 +129,7 @@ class JaxRun(Run):
         cut: bool = False,
         names: bool = False,
         journal: Journal | None = None,
+        marks: Marks | None = None,
     ) -> None:
         super().__init__(phase, slot)
         self.home = trace_state() if home is None else home
@@ -134,6 +138,7 @@ class JaxRun(Run):
         self.cut = cut  # no tangents in this forward
         self.names = names  # saved values are named in the program, for a checkpoint around this region
         self.journal = journal  # written by a forward that runs on values, read by one with tags
+        self.marks = marks  # what is saved is marked in the program, for a tape
         self.asked = False  # whether the layer knows its phase: then its phases may differ
         self.narrowed: list[tuple[Any, Any]] = []  # integers of a tape that the layer has in a narrower dtype
 
@@ -233,6 +238,9 @@ class JaxRun(Run):
         if self.tags or self.names:
             for n in tracers:
                 leaves[n] = named(leaves[n], SAVED)
+        if self.marks is not None:
+            for n in tracers:
+                leaves[n] = self.marks.mark(leaves[n])
         return unflatten(spec, iter(leaves)) if tracers else data
 
     def _into_journal(self, key: Key, place: Place | None, spec: Spec, leaves: list[Any]) -> None:

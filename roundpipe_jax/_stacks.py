@@ -19,7 +19,9 @@ from roundpipe_core._slots import Slot, label_of, spoken
 from roundpipe_core._tape import OUTSIDE, Region, Tape
 from roundpipe_core._trees import paths
 
+from ._jax import named
 from ._packing import Template
+from ._runs import SAVED, JaxRun
 from ._taped import StackRun, Taped, reads
 
 __all__ = ["Stack", "stack_of"]
@@ -43,18 +45,20 @@ class Stack:
 def stack_of(label: Any, count: int) -> Stack:
     """What a stack of `count` layers called `label` is to the run around it."""
     run = thread.run
-    if not isinstance(run, TapeRun):
-        return Stack()
-    if run.phase is Phase.FORWARD:
+    if isinstance(run, TapeRun) and run.phase is Phase.FORWARD:
         run.check(f"layer {label_of(label)!r} runs", None)
         return _Recorded(run, count)
-    return _Replayed(run, label, count)
+    if isinstance(run, JaxRun) and run.marks is not None:
+        return _Recorded(run, count)
+    if isinstance(run, (TapeRun, JaxRun)) and isinstance(run.slot, TapedSlot):
+        return _Replayed(run, label, count)
+    return Stack()
 
 
 class _Recorded(Stack):
     taped = True
 
-    def __init__(self, run: TapeRun, count: int) -> None:
+    def __init__(self, run: TapeRun | JaxRun, count: int) -> None:
         self.run, self.count = run, count
 
     def layer(self, call: Callable[[], Any], arrays: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -69,13 +73,18 @@ class _Recorded(Stack):
         for n in range(self.count):
             for key, _ in self.template.children:
                 self.run.count(key)
-            self.template.fill(self.run.slot, [array[n] for array in arrays])
+            self.template.fill(self.run.slot, [self._kept(array[n]) for array in arrays])
+
+    def _kept(self, array: Any) -> Any:
+        if isinstance(self.run, JaxRun) and self.run.marks is not None:  # in a region, whose program is marked
+            return self.run.marks.mark(named(array, SAVED))
+        return array
 
 
 class _Replayed(Stack):
     taped = True
 
-    def __init__(self, run: TapeRun, label: Any, count: int) -> None:
+    def __init__(self, run: TapeRun | JaxRun, label: Any, count: int) -> None:
         self.run = run
         slots = [run.child(label) for _ in range(count)]
         self.layers = [Taped(slot) for slot in slots if isinstance(slot, TapedSlot)]
@@ -101,7 +110,7 @@ class _Replayed(Stack):
         for layer in self.layers:
             layer.mark(self.reads)
             for n, dtype in self.narrowed:
-                layer.check_holds(n, dtype)
+                layer.narrow(n, dtype)
 
 
 def _inside(run: TapeRun, scope: tuple[str, ...], call: Callable[[], Any]) -> Any:

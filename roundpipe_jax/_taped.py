@@ -10,7 +10,7 @@ import jax
 
 from roundpipe_core._backend import backend_of, numpys, origin_of
 from roundpipe_core._errors import TapeError, message
-from roundpipe_core._phase import Phase
+from roundpipe_core._phase import Phase, thread
 from roundpipe_core._replay import TapedEntry, TapedSlot, TapeRun
 from roundpipe_core._slots import Slot, spoken
 from roundpipe_core._tape import Decision, Skeleton, Tape
@@ -19,9 +19,10 @@ from ._backend import check_holds, largest
 from ._identity import token
 from ._jax import is_tracer
 from ._packing import signature
+from ._runs import JaxRun
 from ._tapes import moved
 
-__all__ = ["Reads", "StackRun", "Taped", "reads"]
+__all__ = ["Reads", "StackRun", "Taped", "reads", "without_axes"]
 
 Reads = tuple[tuple[bool, ...], tuple[Any, ...]]
 """Which entries of a slot were read, and those of the slots in it."""
@@ -44,7 +45,9 @@ class Taped:
         self.slot = slot
         held = Tape(slot.region).mapped(self._as_jax_has_it, checked=True)
         self.arrays, self.skeleton = held.split(lambda leaf: isinstance(leaf, jax.Array))
-        self.decisions = [(layer, decision) for layer, decision, leaf in _leaves(held) if isinstance(leaf, jax.Array)]
+        found = [part for part in _leaves(held) if isinstance(part[3], jax.Array)]
+        self.decisions = [(layer, decision) for layer, decision, _, _ in found]
+        self.axes = [decision.axes[n] if decision.axes else 0 for _, decision, n, _ in found]
 
     def _as_jax_has_it(self, leaf: Any) -> Any:
         if origin_of(leaf) != "numpy":
@@ -75,9 +78,12 @@ class Taped:
         """Note on the tape's own slot what the program has read."""
         _mark(self.slot, found)
 
-    def check_holds(self, n: int, dtype: Any) -> None:
-        """Refuse the `n`th array if `dtype` cannot hold it, or if nobody can tell."""
+    def narrow(self, n: int, dtype: Any) -> None:
+        """The layer has the `n`th array in `dtype`. Refuse it if that cannot hold it, or if nobody can tell."""
         array = self.arrays[n]
+        if isinstance(thread.run, (JaxRun, StackRun)):  # who began that run knows more
+            thread.run.narrowed.append((array, dtype))
+            return
         layer, decision = self.decisions[n]
         below = decision.below
         if is_tracer(array) and below is not None and below - 1 <= largest(dtype):
@@ -99,10 +105,17 @@ class Taped:
         )
 
 
-def _leaves(tape: Tape) -> Iterator[tuple[str, Decision, Any]]:
+def _leaves(tape: Tape) -> Iterator[tuple[str, Decision, int, Any]]:
     for layer, _, decision in tape.decisions():
-        for leaf in decision.leaves:
-            yield layer, decision, leaf
+        for n, leaf in enumerate(decision.leaves):
+            yield layer, decision, n, leaf
+
+
+def without_axes(tape: Tape) -> Tape:
+    """`tape`, whose stacked arrays have been replaced by items."""
+    for _, _, decision in tape.decisions():
+        decision.axes = ()
+    return tape
 
 
 def reads(slot: TapedSlot) -> Reads:
