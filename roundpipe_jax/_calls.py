@@ -88,7 +88,7 @@ class Replay(Recompute):
         assert isinstance(run.slot, TapedSlot)
         self.reads = reads(run.slot)
         numbers = {id(array): n for n, array in enumerate(saved)}
-        self.narrowed = [(numbers[id(array)], dtype) for array, dtype in run.narrowed if id(array) in numbers]
+        self.narrowed = [(numbers[id(array)], dtype) for array, dtype in run.narrowed]
 
 
 class Layer(NamedTuple):
@@ -179,7 +179,7 @@ class Layer(NamedTuple):
             return self.replayed_program(taped.skeleton, handed, values[len(handed) :])
 
         program = stage(with_items, [*saved, *arrays])
-        results, _ = run_with(program.jaxpr, program.consts, [*saved, *arrays], self.label, stacked)
+        results, _ = run_with(program.jaxpr, program.consts, [*saved, *arrays], self.label, stacked=stacked)
         return results, program.out[1]
 
     def _recompute(self, template: Template, saved: Sequence[Any], arrays: Sequence[Any], fresh: bool) -> Any:
@@ -464,7 +464,7 @@ class Call:
         count = len(led.consts)
 
         def with_marks(*values: Any) -> list[Any]:
-            results, values_of = run_with(led.jaxpr, values[:count], values[count:], self.label, {})
+            results, values_of = run_with(led.jaxpr, values[:count], values[count:], self.label, shapes=marked.shapes)
             found.names = frozenset(values_of)
             return [*results, *(values_of[name] for name in sorted(values_of))]
 

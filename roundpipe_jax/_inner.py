@@ -111,6 +111,11 @@ class MarkedSlot(NamedTuple):
             slot.children.setdefault(key, []).append(inner)
             child.fill(inner, values)
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the marked values, by their names."""
+        return dict(self._leaves())
+
     def _leaves(self) -> list[Marked]:
         own = [leaf for _, entry in self.entries for leaf in entry.leaves if isinstance(leaf, Marked)]
         return own + [leaf for _, child in self.children for leaf in child._leaves()]
@@ -153,21 +158,28 @@ class _Stacked(NamedTuple):
 
 
 def run_with(
-    closed: ClosedJaxpr, consts: Sequence[Any], args: Sequence[Any], layer: Any, stacked: Mapping[int, Any]
+    closed: ClosedJaxpr,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    layer: Any,
+    *,
+    stacked: Mapping[int, Any] | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> tuple[list[Any], dict[str, Any]]:
     """The results of a program, and the values of its marks.
 
-    `stacked` gives, for the number of each item in the program, the array of the tape and its stacked axes.
+    `stacked` gives, for the number of each item in the program, the array of the tape and its stacked axes; `shapes`
+    those of the marked values, as the layer saw them.
     """
-    items = {f"{_ITEM}{n}": _Stacked(*pair) for n, pair in stacked.items()}
-    run = _Run(label_of(layer), items)
+    items = {f"{_ITEM}{n}": _Stacked(*pair) for n, pair in (stacked or {}).items()}
+    run = _Run(label_of(layer), items, shapes or {})
     results, found = run.program(closed.jaxpr, consts, args)
     return [run.plain(result) for result in results], found
 
 
 class _Run:
-    def __init__(self, layer: str, items: Mapping[str, _Stacked]) -> None:
-        self.layer, self.items = layer, items
+    def __init__(self, layer: str, items: Mapping[str, _Stacked], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.layer, self.items, self.shapes = layer, items, shapes
 
     def program(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         known: dict[Var, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
@@ -181,7 +193,10 @@ class _Run:
             if name in self.items:
                 results = [self.items[name]]
             elif name.startswith(_MARK):
-                results = [found.setdefault(name, read(eqn.invars[0]))]
+                value = found[name] = read(eqn.invars[0])
+                results = [value]
+                if value.shape != self.shapes.get(name, ()):
+                    raise self.unheld("vmap")
             else:
                 operands = list(map(read, eqn.invars))
                 results, inner = self.operation(jaxpr, eqn, operands)
@@ -203,7 +218,12 @@ class _Run:
             return self.program(inner, _consts(eqn), operands)
         if kind in ("remat2", "checkpoint"):
             return self.checkpoint(eqn, operands)
-        raise TapeError(
+        if not subprograms(eqn):
+            return _alone(jaxpr, eqn, list(map(self.plain, operands))), {}
+        raise self.unheld(kind)
+
+    def unheld(self, kind: str) -> TapeError:
+        return TapeError(
             message(
                 f"layer {self.layer!r}: what it saves inside {kind} cannot be taken to or from a tape.",
                 [],
@@ -297,7 +317,7 @@ class _Run:
 
 def _alone(jaxpr: Jaxpr, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     pairs = {atom: value for atom, value in zip(eqn.invars, operands, strict=True) if isinstance(atom, Var)}
-    one = replaced(jaxpr, constvars=[], invars=list(pairs), outvars=list(eqn.outvars), eqns=[eqn], debug_info=None)
+    one = replaced(jaxpr, constvars=[], invars=list(pairs), outvars=list(eqn.outvars), eqns=[eqn])
     results: list[Any] = jax.core.eval_jaxpr(one, [], *pairs.values())
     return results
 

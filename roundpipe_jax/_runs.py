@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from roundpipe_core._backend import expand
+from roundpipe_core._backend import backend_of, expand
 from roundpipe_core._errors import GradientError, message
 from roundpipe_core._phase import Phase, Run, thread
 from roundpipe_core._slots import Entry, Key, Place, Slot, spoken, where
@@ -183,7 +183,9 @@ class JaxRun(Run):
     def adopt(self, leaf: Any, like: Any) -> Any:  # R13
         if not isinstance(like, jax.Array):
             return leaf
-        leaf = jnp.asarray(leaf)
+        backend = backend_of(like)
+        if not is_tracer(leaf):  # numpy's, or known to be the same in every call
+            return leaf if backend is None else backend.adopt(leaf, like)
         if jnp.issubdtype(like.dtype, jnp.integer) and not _holds(like.dtype, leaf.dtype):
             self.narrowed.append((leaf, like.dtype))  # looked at where there are values
         return leaf.astype(like.dtype)

@@ -46,7 +46,7 @@ class Taped:
         held = Tape(slot.region).mapped(self._as_jax_has_it, checked=True)
         self.arrays, self.skeleton = held.split(lambda leaf: isinstance(leaf, jax.Array))
         found = [part for part in _leaves(held) if isinstance(part[3], jax.Array)]
-        self.decisions = [(layer, decision) for layer, decision, _, _ in found]
+        self.decisions = [("/".join(filter(None, (slot.label, layer))), decision) for layer, decision, _, _ in found]
         self.axes = [decision.axes[n] if decision.axes else 0 for _, decision, n, _ in found]
 
     def _as_jax_has_it(self, leaf: Any) -> Any:
