@@ -18,6 +18,7 @@ __all__ = [
     "behind",
     "cannot_name",
     "concrete_value",
+    "default_platform",
     "fresh_var",
     "is_about_forward_mode",
     "is_float",
@@ -80,6 +81,14 @@ def behind(tracer: Any) -> Any:
             return tracer
         tracer = inner
     return tracer
+
+
+def default_platform() -> str:
+    """Where new arrays go: ``cpu``, ``gpu``."""
+    chosen: Any = _untyped.config.jax_default_device
+    if chosen is None:
+        return jax.default_backend()
+    return chosen if isinstance(chosen, str) else str(chosen.platform)
 
 
 def is_numpy(value: Any) -> bool:
