@@ -24,16 +24,17 @@ from jax.extend.core import ClosedJaxpr
 from roundpipe_core._errors import MismatchError, OptionError, message
 from roundpipe_core._phase import Phase, open_slot, thread
 from roundpipe_core._replay import TapedSlot
-from roundpipe_core._slots import Slot, label_of
+from roundpipe_core._slots import Slot, label_of, where
 from roundpipe_core._tape import Skeleton
 
 from . import _arguments
 from ._explain import note
 from ._identity import codes
 from ._inner import MarkedSlot, Marks, item, run_with
-from ._jax import is_float, is_remat3, is_tracer, replaced, trace_state
+from ._jax import is_about_forward_mode, is_float, is_remat3, is_tracer, replaced, trace_state
 from ._packing import Held, Split, Template, in_jax, split
 from ._policies import check_matches, with_tags
+from ._refusals import Refusals
 from ._regions import CheckpointLane, ResidualLane
 from ._runs import JaxRun, Journal, NeedsFreshTraces, NeedsTags, NeedsTangents, execute, is_abstract, stop_gradients
 from ._staging import Program, hint, hinted, memory, stage
@@ -221,6 +222,13 @@ class Call:
             return None
         return memory(self.fun, trace_state() if any(map(is_abstract, self.arrays)) else None)
 
+    @property
+    def refusals(self) -> Refusals:
+        """How this layer says what its mode cannot do."""
+        code = codes(self.fun)[0]
+        place = where((code.co_filename, code.co_firstlineno)) if code is not None else None
+        return Refusals(label_of(self.label), place)
+
     def result(self) -> Any:
         """What the layer returns."""
         outer = thread.run
@@ -246,6 +254,8 @@ class Call:
 
     def _outermost(self, slot: Slot) -> Any:
         references = any(isinstance(array, jax.Ref) for array in self.arrays)  # no derivative rule takes them
+        if references and self.options.mode == "custom_vjp":
+            raise self.refusals.reference()
         if references:
             return self._tagged(slot)
         if self.options.mode != "custom_vjp" and hinted("tags", self.layer.kind):
@@ -342,17 +352,10 @@ class Call:
         consts = forward.consts if forward is not None else []
         try:
             result = lane(outputs, saved, inputs, consts)
-        except (TypeError, NotImplementedError) as error:
-            if self.options.mode != "custom_vjp" or not _is_about_forward_mode(error):
+        except (TypeError, NotImplementedError) as error:  # by JAX, before our own refusal is computed
+            if self.options.mode != "custom_vjp" or not is_about_forward_mode(error):
                 raise
-            raise OptionError(
-                message(
-                    f'layer {label_of(self.label)!r}: mode="custom_vjp" has no forward-mode derivative '
-                    "(jvp, linearize, jacfwd, hessian).",
-                    [],
-                    'use mode="checkpoint", the default.',
-                )
-            ) from error
+            raise self.refusals.forward_mode() from error
         return shape.join(result)
 
     def _recomputed(self, shape: Split, saved: list[Any], template: Template) -> Program:
@@ -383,8 +386,11 @@ class Call:
         key = (self.options.mode, id(policy), self.barrier, id(forward and forward.jaxpr), id(program.jaxpr))
         lane = found.made.get(key)
         if lane is None:
-            kind = ResidualLane if self.options.mode == "custom_vjp" else CheckpointLane
-            lane = kind(program.pruned(), forward=forward, slots=slots, barrier=self.barrier, policy=policy)
+            options = {"forward": forward, "slots": slots, "barrier": self.barrier, "policy": policy}
+            if self.options.mode == "custom_vjp":
+                lane = ResidualLane(program.pruned(), refusals=self.refusals, **options)
+            else:
+                lane = CheckpointLane(program.pruned(), **options)
             found.made[key] = lane
         return lane
 
@@ -394,14 +400,7 @@ class Call:
 
     def _tagged(self, slot: Slot, journal: Journal | None = None, outer: JaxRun | None = None) -> Any:
         if self.options.mode == "custom_vjp" and outer is None:  # inside another, the lane is that one's
-            raise OptionError(
-                message(
-                    f'layer {label_of(self.label)!r}: mode="custom_vjp" cannot keep what is saved inside a scan, cond, '
-                    "vmap, while or jitted function of the layer.",
-                    [],
-                    'use mode="checkpoint", the default, or save outside the inner function.',
-                )
-            )
+            raise self.refusals.inner_save()
         try:
             program = self._tagged_program(slot, journal, outer)
         except _LOOKED as error:
@@ -570,12 +569,6 @@ def _named(function: Callable[..., Any], like: Any) -> Callable[..., Any]:
 
     named.__name__ = getattr(like, "__name__", "layer")
     return named
-
-
-def _is_about_forward_mode(error: Exception) -> bool:
-    if isinstance(error, NotImplementedError):  # under JAX_CUSTOM_VJP3
-        return not str(error) or "CustomVJP" in str(error)
-    return "forward-mode" in str(error)
 
 
 def _check_agreement(layer: str, outputs: Sequence[Any], shape: Split, again: Sequence[Any], other: Split) -> None:

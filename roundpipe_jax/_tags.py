@@ -114,7 +114,7 @@ class _Rewriter:
 
     def _take_decided(self, roots: dict[Var, list[JaxprEqn]], new: dict[Var, Any]) -> None:
         for var, chain in [*roots.items()]:
-            arrays = [self.decided[name] for name in (name_of(eqn) or "" for eqn in chain) if name in self.decided]
+            arrays = [self.decided[name] for name in map(name_of, chain) if name is not None and name in self.decided]
             aval: Any = var.aval
             if not arrays or (arrays[0].shape, arrays[0].dtype) != (aval.shape, aval.dtype):
                 continue
