@@ -16,6 +16,7 @@ from jax.interpreters import ad, batching, mlir
 
 __all__ = [
     "behind",
+    "belongs_to",
     "cannot_name",
     "concrete_value",
     "default_platform",
@@ -51,6 +52,14 @@ def trace_state() -> Any:
     return state()
 
 
+def belongs_to(inner: Any, outer: Any) -> bool:
+    """Whether values without tangents of one trace are good in the other: nothing but differentiation is between."""
+    trace, home = inner._trace_ref(), outer._trace_ref()
+    while trace is not home and type(trace).__name__ in ("JVPTrace", "LinearizeTrace"):
+        trace = trace.parent_trace
+    return trace is home and trace is not None
+
+
 def cannot_name() -> bool:
     """Whether naming a value would fail: the coming `jax.checkpoint` has no rule for names under `jax.vmap`."""
     state: Any = jax.extend.core
@@ -73,14 +82,6 @@ def concrete_value(tracer: Any) -> Any:
     return tracer.to_concrete_value()
 
 
-def default_platform() -> str:
-    """Where new arrays go: ``cpu``, ``gpu``."""
-    chosen: Any = _untyped.config.jax_default_device
-    if chosen is None:
-        return jax.default_backend()
-    return chosen if isinstance(chosen, str) else str(chosen.platform)
-
-
 def behind(tracer: Any) -> Any:
     """The array that a tracer computes with, batched as it is; a tracer still if nothing is computed yet."""
     while is_tracer(tracer):
@@ -89,6 +90,14 @@ def behind(tracer: Any) -> Any:
             return tracer
         tracer = inner
     return tracer
+
+
+def default_platform() -> str:
+    """Where new arrays go: ``cpu``, ``gpu``."""
+    chosen: Any = _untyped.config.jax_default_device
+    if chosen is None:
+        return jax.default_backend()
+    return chosen if isinstance(chosen, str) else str(chosen.platform)
 
 
 def is_numpy(value: Any) -> bool:
