@@ -23,6 +23,7 @@ __all__ = [
     "numpys",
     "only_frontend",
     "origin_of",
+    "outside_keeps",
     "outside_saves",
     "register_backend",
     "tape_guards",
@@ -189,6 +190,8 @@ def _cast(array: Any, dtype: Any) -> Any:
 _frontends: list[Frontend] = []
 outside_saves: list[Callable[[tuple[Any, ...]], tuple[Any, ...]]] = []
 """What frontends make of data that is saved where no region runs: another checkpointing may want to know of it."""
+outside_keeps: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = []
+"""The same for functions that are to be kept: each gives the function to call instead."""
 tape_guards: list[Callable[[], TapeGuard]] = []
 """Makes one for each block, for each frontend that minds."""
 numpys: Backend = _NumpyArrays()

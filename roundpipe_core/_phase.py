@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, TypeVar
 
-from ._backend import outside_saves, without_gradient
+from ._backend import outside_keeps, outside_saves, without_gradient
 from ._errors import Flip, OptionError, PhaseError, SlotError, message
 from ._slots import NOTHING, Entry, Key, Place, Slot, label_of, where
 
@@ -139,7 +139,7 @@ class Run:
 
     def keep(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> T:
         """`function` with its outputs kept. A run that nothing will recompute keeps nothing."""
-        return function(*args, **kwargs)
+        return _outside(function)(*args, **kwargs)
 
     def update(self, function: Callable[[], Any], called: Any) -> None:
         """Call `function` for what it does to state, unless this run repeats one that did."""
@@ -397,9 +397,18 @@ def keep(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     Implements R6, R7, R8 and R10. Outside a checkpointed layer it just calls `function`.
     """
     run = thread.run
-    if run is None or run.phase is Phase.OFF:
+    if run is None:
+        return _outside(function)(*args, **kwargs)
+    if run.phase is Phase.OFF:
         return function(*args, **kwargs)
     return run.keep(function, args, kwargs, _caller())
+
+
+def _outside(function: Callable[P, T]) -> Callable[P, T]:
+    """What to call where no region runs: another checkpointing may want to know of it."""
+    for take in outside_keeps:
+        function = take(function)
+    return function
 
 
 def update_once(function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:

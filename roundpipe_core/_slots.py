@@ -39,7 +39,7 @@ class AutoLabel(str):
 class Entry:
     """The data of one save, with the place it was made and the frontend's state right after it (R7)."""
 
-    __slots__ = ("axes", "backends", "counts", "leaves", "place", "spec", "state")
+    __slots__ = ("axes", "backends", "counts", "leaves", "offload", "place", "spec", "state")
 
     def __init__(self, layer: str, key: Key, data: Any, place: Place) -> None:
         leaves: list[Any] = []
@@ -61,6 +61,7 @@ class Entry:
             for backend, leaf in zip(self.backends, leaves, strict=True)
         ]
         self.state: Any = None
+        self.offload: bool | None = None  # what the save said, for a frontend that moves it later
         self.counts: dict[Any, int] = {}
         self.axes: tuple[int, ...] = ()  # of each array, how many leading axes count the iterations of loops
 

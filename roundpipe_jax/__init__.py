@@ -31,7 +31,7 @@ from roundpipe_core import (
     save_for_recompute,
     update_once,
 )
-from roundpipe_core._backend import outside_saves, register_backend, tape_guards
+from roundpipe_core._backend import outside_keeps, outside_saves, register_backend, tape_guards
 
 from ._backend import JaxArrays
 from ._exchange import exchange, from_dlpack
@@ -39,7 +39,7 @@ from ._explain import Explanation, LayerCost, explain
 from ._layers import remat_layers
 from ._policies import save_dots, save_either, save_policy
 from ._remat import checkpoint, remat
-from ._runs import saved_outside
+from ._runs import kept_outside, saved_outside
 from ._tapes import Guard
 
 __all__ = [
@@ -84,4 +84,5 @@ __all__ = [
 
 register_backend(JaxArrays())
 outside_saves.append(saved_outside)
+outside_keeps.append(kept_outside)
 tape_guards.append(Guard)

@@ -293,7 +293,7 @@ class Call:
         saved: list[Any] = []
         template = Template(slot, saved)
         if self.memory is not None:
-            self.memory[key] = not any(map(is_float, saved))
+            self.memory[key] = not _saves_floats(template, saved)
         return self._differentiable(stop_gradients(outputs), shape, saved, template, None, {})
 
     def _forward_at_once(self, slot: Slot, cut: bool) -> Any:
@@ -341,8 +341,7 @@ class Call:
                 known["recompute"] = program
         found: Recompute = program.out[1].value
         check_matches(self.options.policy, program.jaxpr, label_of(self.label))
-        floats = any(is_float(array) for array in saved)
-        forward = forward if floats else None
+        forward = forward if _saves_floats(template, saved) else None
         lane = self._lane(program, found, forward, len(saved))
         inputs = [*program.consts, *self.arrays]
         note(label_of(self.label), lane.recompute, saved, inputs, self.options.policy, tags=False)
@@ -569,6 +568,11 @@ def _named(function: Callable[..., Any], like: Any) -> Callable[..., Any]:
 
     named.__name__ = getattr(like, "__name__", "layer")
     return named
+
+
+def _saves_floats(template: Template, saved: Sequence[Any]) -> bool:
+    """Whether one of the arrays that the layer saved may carry a tangent (R5)."""
+    return any(is_float(array) and not sort.kept for array, sort in zip(saved, template.sorts, strict=True))
 
 
 def _check_agreement(layer: str, outputs: Sequence[Any], shape: Split, again: Sequence[Any], other: Split) -> None:

@@ -11,7 +11,7 @@ import jax.ad_checkpoint
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive, Var
+from jax.extend.core import JaxprEqn, Primitive, Var
 from jax.interpreters import ad, batching, mlir
 
 __all__ = [
@@ -22,6 +22,8 @@ __all__ = [
     "default_platform",
     "fresh_var",
     "is_about_forward_mode",
+    "is_custom_vjp",
+    "is_differentiated",
     "is_float",
     "is_numpy",
     "is_remat3",
@@ -35,6 +37,7 @@ __all__ = [
     "struct",
     "trace_state",
     "user_context",
+    "zeros",
 ]
 
 _T = TypeVar("_T")
@@ -90,6 +93,11 @@ def behind(tracer: Any) -> Any:
             return tracer
         tracer = inner
     return tracer
+
+
+def is_differentiated(value: Any) -> bool:
+    """Whether the innermost transformation of `value` is a differentiation, or there is none."""
+    return not is_tracer(value) or hasattr(value, "primal")
 
 
 def default_platform() -> str:
@@ -184,11 +192,22 @@ _rules[1].primitive_batchers[_tangent] = lambda values, dims, **params: (_tangen
 _rules[2].register_lowering(_tangent, _refuse)
 
 
+def zeros(var: Var) -> Any:
+    """The tangent of a variable that does not vary."""
+    return _rules[0].Zero(var.aval).instantiate()
+
+
 def is_about_forward_mode(error: Exception) -> bool:
     """Whether JAX says that a function with a `custom_vjp` rule has no other rule."""
     if isinstance(error, NotImplementedError):  # under JAX_CUSTOM_VJP3
         return not str(error) or "CustomVJP" in str(error)
     return "forward-mode" in str(error)
+
+
+def is_custom_vjp(eqn: JaxprEqn) -> bool:
+    """Whether an operation is a call of a function with a `custom_vjp` rule."""
+    held: Any = eqn.params.get("_prim")  # under JAX_CUSTOM_VJP3
+    return eqn.primitive.name.startswith("custom_vjp_call") or type(held).__name__.startswith("CustomVJP")
 
 
 def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:

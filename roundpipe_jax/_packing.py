@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from roundpipe_core._trees import Node, Spec, paths
 
 from ._identity import token, tree_token
 
-__all__ = ["Held", "Split", "Template", "in_jax", "is_array", "signature", "split"]
+__all__ = ["Held", "Parted", "Sort", "Split", "Template", "in_jax", "is_array", "signature", "split"]
 
 
 @jax.tree_util.register_pytree_node_class
@@ -77,23 +77,52 @@ def split(value: Any) -> tuple[list[Any], Split]:
     return arrays, Split(tree, array, [leaf for leaf, one in zip(leaves, array, strict=True) if not one])
 
 
+@runtime_checkable
+class Parted(Protocol):
+    """What a slot has of a part that a recompute leaves out."""
+
+    arrays: list[Any]
+
+    def around(self, arrays: Sequence[Any]) -> Parted:
+        """The same with other arrays."""
+
+    def key(self) -> Hashable:
+        """Equal for what a recompute cannot tell apart; None if that cannot be known."""
+
+
+class Sort(NamedTuple):
+    """What an array of a slot is."""
+
+    kept: bool  # by `keep`; otherwise it was saved
+    offload: bool | None = None  # what the save itself said
+
+
 class Template:
     """A slot, and those of the regions in it, without their arrays."""
 
-    __slots__ = ("children", "entries", "label", "orphan", "rows", "size")
+    __slots__ = ("children", "entries", "kept", "label", "orphan", "rows", "size", "sorts")
 
     def __init__(self, slot: Slot, arrays: list[Any]) -> None:
         first = len(arrays)
         self.label = slot.label if slot.given else AutoLabel(slot.label)
         self.orphan, self.rows = slot.orphan, slot.rows
         self.entries: list[tuple[Any, Entry, list[bool]]] = []
+        self.sorts: list[Sort] = []  # of the arrays
         for key, entry in slot.entries.items():
             mask = [backend is not None and backend.name == "jax" for backend in entry.backends]
             arrays += [leaf for leaf, one in zip(entry.leaves, mask, strict=True) if one]
+            self.sorts += [Sort(kept=False, offload=entry.offload)] * sum(mask)
             self.entries.append((key, _with_leaves(entry, mask, None), mask))
+        self.kept: list[tuple[Any, Any, int]] = []
+        for key, kept in slot.kept.items():
+            if isinstance(kept, Parted):
+                arrays += kept.arrays
+                self.sorts += [Sort(kept=True)] * len(kept.arrays)
+                self.kept.append((key, kept.around(()), len(kept.arrays)))
         inner = [(key, child) for key, children in slot.children.items() for child in children]
         inner.sort(key=lambda pair: pair[1].born)
         self.children = [(key, Template(child, arrays)) for key, child in inner]
+        self.sorts += [sort for _, child in self.children for sort in child.sorts]
         self.size = len(arrays) - first
 
     def fill(self, slot: Slot, arrays: Sequence[Any]) -> Slot:
@@ -104,6 +133,8 @@ class Template:
     def _fill(self, slot: Slot, arrays: Any) -> None:
         for key, entry, mask in self.entries:
             slot.entries[key] = _with_leaves(entry, mask, arrays)
+        for key, kept, count in self.kept:
+            slot.kept[key] = kept.around([next(arrays) for _ in range(count)])
         for key, child in self.children:
             inner = Slot(child.label, orphan=child.orphan)
             inner.rows = None if slot.rows is None else child.rows
@@ -113,7 +144,7 @@ class Template:
     @property
     def empty(self) -> bool:
         """Whether nothing was saved, not even in an inner region."""
-        return not self.entries and all(child.empty for _, child in self.children)
+        return not self.entries and not self.kept and all(child.empty for _, child in self.children)
 
     def key(self) -> Hashable:
         """Equal for slots that a recompute cannot tell apart; None if that cannot be known."""
@@ -124,6 +155,10 @@ class Template:
             if shape is None or None in rest:
                 return None
             parts.append((key, shape, tuple(mask), tuple(rest), _counts(entry)))
+        for key, kept, count in self.kept:
+            parts.append((key, kept.key(), count))
+            if kept.key() is None:
+                return None
         for at, child in self.children:
             inner = child.key()
             if inner is None:

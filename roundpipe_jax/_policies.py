@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from roundpipe_core._errors import OptionError, message
 
 from ._jax import is_remat3
-from ._runs import SAVED
+from ._names import OURS
 from ._tags import names_in, subprograms
 
 __all__ = ["Either", "check_matches", "save_dots", "save_either", "save_policy", "with_tags"]
@@ -42,7 +42,7 @@ def save_policy(*names: str) -> Any:
     Returns:
         A policy as `jax.checkpoint_policies.save_only_these_names` makes it.
     """
-    return _POLICIES.save_only_these_names(SAVED, *names)
+    return _POLICIES.save_only_these_names(*OURS, *names)
 
 
 def save_dots(*, batched: bool = True) -> Any:
@@ -123,13 +123,13 @@ def check_matches(policy: Any, program: ClosedJaxpr, layer: str) -> None:
     asked = _names(policy) or getattr(policy, "names", None)
     if asked is not None:
         present = names_in(program.jaxpr)
-        missing = sorted(set(asked) - present - {SAVED})
+        missing = sorted(set(asked) - present - set(OURS))
         if missing:
             raise OptionError(
                 message(
                     f"layer {layer!r}: the policy names {', '.join(map(repr, missing))}, and nothing in the layer is "
                     "called that.",
-                    [("names in the layer", ", ".join(sorted(map(repr, present - {SAVED}))) or "none")],
+                    [("names in the layer", ", ".join(sorted(map(repr, present - set(OURS)))) or "none")],
                     "name the value by jax.ad_checkpoint.checkpoint_name(value, name), and use what that returns.",
                 )
             )

@@ -11,18 +11,20 @@ with the residuals (inputs, slot).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from ._jax import is_float, is_remat3, optimization_barrier, reverse_only
+from ._jax import is_differentiated, is_float, is_remat3, optimization_barrier, reverse_only
 from ._refusals import Refusals
 from ._runs import stop_gradients
 from ._staging import Program
+from ._tags import calls_custom_vjp
+from ._tangents import jvp, merged, zero_like
 
 __all__ = ["CheckpointLane", "ResidualLane"]
 
@@ -48,6 +50,7 @@ class _Lane:
         self.program, self.forward, self.slots = program, forward, slots
         self.barrier, self.policy = barrier, policy
         self.jaxpr_consts = len(program.consts)
+        self.opaque = calls_custom_vjp(program.jaxpr.jaxpr)  # then its tangents are good only for being transposed
         self._made: dict[tuple[bool, ...], Callable[..., Any]] = {}
 
     def recompute(self, slot: _Arrays, inputs: _Arrays) -> list[Any]:
@@ -84,55 +87,35 @@ class _Lane:
 def _tangents(function: Callable[[list[Any]], list[Any]], values: _Arrays, flags: Sequence[bool]) -> list[Any]:
     chosen = [value for value, flag in zip(values, flags, strict=True) if flag]
     ones = [jnp.ones_like(value) for value in chosen]
-    _, out = _jvp(function, values, flags, ones)
+    _, out = jvp(function, values, flags, ones)
     return [tangent for tangent in out if tangent.dtype != jax.dtypes.float0]
-
-
-def _jvp(
-    function: Callable[[list[Any]], list[Any]], values: _Arrays, flags: Sequence[bool], tangents: _Arrays
-) -> tuple[list[Any], list[Any]]:
-    def of_the_varying(*chosen: Any) -> list[Any]:
-        return function(_merged(values, flags, chosen))
-
-    primals = tuple(value for value, flag in zip(values, flags, strict=True) if flag)
-    outs, dots = jax.jvp(of_the_varying, primals, tuple(tangents))
-    return outs, dots
-
-
-def _merged(values: _Arrays, flags: Sequence[bool], chosen: _Arrays) -> list[Any]:
-    given = iter(chosen)
-    return [next(given) if flag else value for value, flag in zip(values, flags, strict=True)]
-
-
-def _no_tangent(value: Any) -> Any:
-    return np.zeros(np.shape(value), jax.dtypes.float0)
 
 
 class CheckpointLane(_Lane):
     """`jax.checkpoint` fed by the slot."""
 
     def __call__(self, outputs: _Arrays, slot: _Arrays, inputs: _Arrays, forward_consts: _Arrays = ()) -> list[Any]:
-        if is_remat3():
-            return self._beside(outputs, slot, inputs)
+        if is_remat3() or (self.opaque and not all(map(is_differentiated, inputs))):
+            return self._beside(outputs, slot, inputs, forward_consts)
         operation = jax.custom_jvp(lambda outputs, slot, inputs, consts: outputs)
-        operation.defjvp(self._rule(operation), symbolic_zeros=True)
+        operation.defjvp(self._rule, symbolic_zeros=True)
         result: list[Any] = operation(list(outputs), list(slot), list(inputs), list(forward_consts))
         return result
 
-    def _rule(self, operation: Callable[..., Any]) -> Callable[..., Any]:
-        def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
-            outputs, slot, inputs, consts = primals
-            flags = [not isinstance(dot, SymbolicZero) for dot in tangents[2]]
-            self.check(flags, inputs, consts, [not isinstance(dot, SymbolicZero) for dot in tangents[3]])
-            dots = [dot for dot, flag in zip(tangents[2], flags, strict=True) if flag]
-            given = iter(self.tangent(tuple(flags))(slot, inputs, dots)) if dots else None
-            out_dots = [
-                next(given) if given is not None and is_float(value) else _zero_like(value) for value in outputs
-            ]
-            # The operation again, not the bare outputs: its own derivative is the recompute's too.
-            return operation(*primals), out_dots
+    def _rule(self, primals: Any, tangents: Any) -> tuple[Any, Any]:
+        outputs, slot, inputs, consts = primals
+        flags = [not isinstance(dot, SymbolicZero) for dot in tangents[2]]
+        self.check(flags, inputs, consts, [not isinstance(dot, SymbolicZero) for dot in tangents[3]])
+        dots = [dot for dot, flag in zip(tangents[2], flags, strict=True) if flag]
+        given = iter(self.tangent(tuple(flags))(slot, inputs, dots)) if dots else None
+        out_dots = [next(given) if given is not None and is_float(value) else zero_like(value) for value in outputs]
+        # Not the bare outputs: their own derivative is the recompute's too.
+        return self.differentiated(*primals), out_dots
 
-        return rule
+    @functools.cached_property
+    def differentiated(self) -> CheckpointLane:
+        """What this lane is in a program after a first differentiation."""
+        return _WithRules(self) if self.opaque else self
 
     def tangent(self, flags: tuple[bool, ...]) -> Callable[..., list[Any]]:
         """From (slot, inputs, tangents of the flagged inputs) to the tangents of the floating outputs."""
@@ -140,7 +123,7 @@ class CheckpointLane(_Lane):
         if made is None:
 
             def tangents(slot: _Arrays, inputs: _Arrays, dots: _Arrays) -> list[Any]:
-                outs, out_dots = _jvp(lambda values: self.recompute(slot, values), inputs, flags, dots)
+                outs, out_dots = jvp(lambda values: self.recompute(slot, values), inputs, flags, dots)
                 return [dot for out, dot in zip(outs, out_dots, strict=True) if is_float(out)]
 
             barrier = self.barrier
@@ -149,17 +132,54 @@ class CheckpointLane(_Lane):
             made = self._made[flags] = jax.checkpoint(tangents, policy=self.policy, prevent_cse=barrier)
         return made
 
-    def _beside(self, outputs: _Arrays, slot: _Arrays, inputs: _Arrays) -> list[Any]:
-        """The same where `jax.checkpoint` is no transformation of programs, and has to see the primal."""
-        again = self.alone(slot, inputs)
-        return [
-            _left_value_right_tangent(out, like) if is_float(out) else out
-            for out, like in zip(outputs, again, strict=True)
-        ]
+    def _beside(self, outputs: _Arrays, slot: _Arrays, inputs: _Arrays, forward_consts: _Arrays) -> list[Any]:
+        """The same where the recompute's tangent is no program of its own, and `jax.checkpoint` has to see the primal.
+
+        Compiled, that costs nothing: nobody uses the primal.
+        """
+        return _left_values_right_tangents(outputs, self.alone(slot, self._checked(inputs, forward_consts)))
+
+    def _checked(self, inputs: _Arrays, forward_consts: _Arrays) -> list[Any]:
+        """The inputs; where they are differentiated, the probes on saved values speak up (R5)."""
+        if self.forward is None:
+            return list(inputs)
+        operation = jax.custom_jvp(lambda inputs, consts: inputs)
+
+        def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
+            flags = [[not isinstance(dot, SymbolicZero) for dot in group] for group in tangents]
+            self.check(flags[0], *primals, flags[1])
+            dots = [
+                dot if flag else zero_like(value)
+                for dot, flag, value in zip(tangents[0], flags[0], primals[0], strict=True)
+            ]
+            return operation(*primals), dots
+
+        operation.defjvp(rule, symbolic_zeros=True)
+        result: list[Any] = operation(list(inputs), list(forward_consts))
+        return result
 
 
-def _zero_like(value: Any) -> Any:
-    return jnp.zeros_like(value) if is_float(value) else _no_tangent(value)
+class _WithRules(CheckpointLane):
+    """The lane of a recompute in which functions with a `custom_vjp` are replaced by their rules.
+
+    That has forward-mode derivatives, as any program has after a first differentiation.
+    """
+
+    def __init__(self, lane: CheckpointLane) -> None:
+        super().__init__(lane.program, forward=lane.forward, slots=lane.slots, barrier=lane.barrier, policy=lane.policy)
+        self.opaque = False
+
+    def recompute(self, slot: _Arrays, inputs: _Arrays) -> list[Any]:
+        flags = [is_float(value) for value in inputs]
+        chosen = [value for value, flag in zip(inputs, flags, strict=True) if flag]
+        unruled = super().recompute
+        outs, _ = jax.vjp(lambda *chosen: unruled(slot, merged(inputs, flags, chosen)), *chosen)
+        return outs
+
+
+def _left_values_right_tangents(left: _Arrays, right: _Arrays) -> list[Any]:
+    pairs = zip(left, right, strict=True)
+    return [_left_value_right_tangent(one, two) if is_float(one) else one for one, two in pairs]
 
 
 @jax.custom_jvp
@@ -194,7 +214,7 @@ class ResidualLane(_Lane):
             self.check(flags, primals, [c.value for c in consts], [c.perturbed for c in consts])
             bare = [[part.value for part in group] for group in (outputs, slot, inputs, consts)]
             # Not the bare outputs: a second derivative goes through the recompute too, by the other lane.
-            return twice(*bare), (primals, bare[1])
+            return twice.differentiated(*bare), (primals, bare[1])
 
         def backward(residuals: Any, cotangents: Any) -> tuple[Any, ...]:
             inputs, slot = residuals
@@ -204,7 +224,7 @@ class ResidualLane(_Lane):
                 inputs, slot, dots = optimization_barrier((inputs, slot, dots))
 
             def of_the_floating(*chosen: Any) -> list[Any]:
-                outs = self.recompute(slot, _merged(inputs, flags, chosen))
+                outs = self.recompute(slot, merged(inputs, flags, chosen))
                 return [out for out, flag in zip(outs, needed, strict=True) if flag]
 
             chosen = [value for value, flag in zip(inputs, flags, strict=True) if flag]

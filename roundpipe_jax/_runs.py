@@ -34,9 +34,10 @@ from ._jax import (
     trace_state,
     user_context,
 )
+from ._keep import keep
+from ._names import SAVED
 
 __all__ = [
-    "SAVED",
     "JaxRun",
     "Journal",
     "NeedsFreshTraces",
@@ -44,6 +45,7 @@ __all__ = [
     "NeedsTangents",
     "execute",
     "is_abstract",
+    "kept_outside",
     "recorded_outside",
     "saved_outside",
     "traced_for",
@@ -53,9 +55,6 @@ if TYPE_CHECKING:
     from ._inner import Marks
 
 T = TypeVar("T")
-
-SAVED = "roundpipe_saved"
-"""The name that saved values carry in a program, see `jax.ad_checkpoint.checkpoint_name`."""
 
 # Part of the key of every cache of traces that JAX has: a jitted function inside a layer is traced once per phase.
 traced_for = user_context()
@@ -166,6 +165,23 @@ class JaxRun(Run):
     def count(self, key: tuple[Any, ...]) -> int:
         self._stays_in_python(static=True)
         return super().count(key)
+
+    def keep(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> T:
+        if self.phase is Phase.AUDIT:
+            return function(*args, **kwargs)
+        if not self.repeats:
+            self._stays_in_python(static=False)
+        outputs: T = keep(self, function, args, kwargs, place)
+        return outputs
+
+    def aside(self, call: Callable[[], T], again: bool) -> T:
+        """`call()` as code that a recompute leaves out. `again`: it ran before."""
+        run = JaxRun(Phase.FORWARD, Slot(self.slot.label), tags=True)
+        run.repeats = again
+        return execute(run, call)
+
+    def stored(self, entry: Entry, offload: bool | None) -> None:
+        entry.offload = offload
 
     def save(
         self, data: tuple[Any, ...], name: str | None, place: Place, offload: bool | None = None
@@ -318,6 +334,18 @@ def saved_outside(data: tuple[Any, ...]) -> tuple[Any, ...]:
     saved = (named(leaf, SAVED) if is_tracer(leaf) else leaf for leaf in leaves)
     handed_back: tuple[Any, ...] = unflatten(spec, saved)
     return handed_back
+
+
+def kept_outside(function: Callable[..., T]) -> Callable[..., T]:
+    """The same for `keep`: what it holds is named."""
+    if is_running() or cannot_name():
+        return function
+
+    def kept(*args: Any, **kwargs: Any) -> T:
+        run = JaxRun(Phase.FORWARD, Slot("outside of any layer"), tags=True)
+        return run.keep(function, args, kwargs, _NO_PLACE)
+
+    return kept
 
 
 def recorded_outside(layer: str, key: Key, data: tuple[Any, ...], place: Place) -> tuple[Any, ...]:

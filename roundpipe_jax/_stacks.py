@@ -20,8 +20,9 @@ from roundpipe_core._tape import OUTSIDE, Region, Tape
 from roundpipe_core._trees import paths
 
 from ._jax import named
+from ._names import SAVED
 from ._packing import Template
-from ._runs import SAVED, JaxRun
+from ._runs import JaxRun
 from ._taped import StackRun, Taped, reads
 
 __all__ = ["Stack", "stack_of"]

@@ -19,10 +19,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from roundpipe_core._errors import MismatchError, message
 
-from ._jax import fresh_var, named, replaced, scan_sizes, struct
-from ._runs import SAVED
+from ._jax import fresh_var, is_custom_vjp, named, replaced, scan_sizes, struct
+from ._names import SAVED
 
-__all__ = ["lead_through_tags", "name_of", "names_in", "subprograms"]
+__all__ = ["calls_custom_vjp", "lead_through_tags", "name_of", "names_in", "subprograms"]
 
 _NOTHING: Mapping[str, Any] = {}
 _OUTER_OPERANDS = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint")
@@ -66,6 +66,11 @@ def names_in(jaxpr: Jaxpr) -> set[str]:
         for inner in subprograms(eqn):
             found |= names_in(inner)
     return found
+
+
+def calls_custom_vjp(jaxpr: Jaxpr) -> bool:
+    """Whether a program calls a function with a `custom_vjp` rule, at any depth."""
+    return any(is_custom_vjp(eqn) or any(map(calls_custom_vjp, subprograms(eqn))) for eqn in jaxpr.eqns)
 
 
 def lead_through_tags(closed: ClosedJaxpr, layer: str, decided: Mapping[str, Any] = _NOTHING) -> ClosedJaxpr:
