@@ -32,6 +32,7 @@ from ._explain import note
 from ._identity import codes
 from ._inner import MarkedSlot, Marks, item, run_with
 from ._jax import is_about_forward_mode, is_float, is_remat3, is_tracer, replaced, trace_state
+from ._keep import refuse_on_tape
 from ._packing import Held, Split, Template, in_jax, split
 from ._policies import check_matches, with_tags
 from ._refusals import Refusals
@@ -164,7 +165,8 @@ class Layer(NamedTuple):
 
         def attempt(fresh: bool) -> tuple[Any, JaxRun]:
             tape = without_axes(skeleton.filled(saved, checked=True))
-            run = JaxRun(Phase.RECOMPUTE, TapedSlot(tape.root, tape), fresh=fresh)
+            run = JaxRun(Phase.RECOMPUTE, TapedSlot(tape.root, tape), fresh=fresh, names=not is_remat3())
+            run.repeats = False
             return execute(run, lambda: self.apply(arrays)), run
 
         value, run = self.started(attempt)
@@ -287,6 +289,8 @@ class Call:
         except NeedsTangents:
             cut = False
             value = self._forward_at_once(slot, cut)
+        if slot.rows is not None:
+            refuse_on_tape(slot)
         outputs, shape = split(value)
         if not any(map(is_tracer, self.arrays if cut else outputs)):
             return value  # nothing here is being differentiated
@@ -318,7 +322,7 @@ class Call:
         ran = run(stop_gradients(program.consts), stop_gradients(self.arrays))
         count = len(program.out[0])
         if slot.rows is not None:
-            found.template.fill(slot, ran[count:])  # the tape's
+            refuse_on_tape(found.template.fill(slot, ran[count:]))  # the tape's
         known = found.made if program.cached else {}
         return self._differentiable(ran[:count], found.shape, ran[count:], found.template, program, known)
 

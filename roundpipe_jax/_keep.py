@@ -21,8 +21,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from roundpipe_core._backend import backend_of
-from roundpipe_core._errors import MismatchError, SlotError, message
-from roundpipe_core._slots import Place, label_of, where
+from roundpipe_core._errors import MismatchError, SlotError, TapeError, message
+from roundpipe_core._slots import Place, Slot, label_of, where
 
 from ._jax import is_float, is_running, is_tracer, named, replaced, zeros
 from ._names import KEPT, SAVED
@@ -31,7 +31,7 @@ from ._staging import Program, stage
 from ._tags import calls_custom_vjp, lead_through_tags, name_of, names_in, subprograms
 from ._tangents import jvp, merged, no_tangent, zero_like
 
-__all__ = ["Kept", "keep"]
+__all__ = ["Kept", "keep", "refuse_on_tape"]
 
 _Arrays = Sequence[Any]
 
@@ -103,15 +103,16 @@ class _Plan:
 class Kept:
     """What one call of `keep` holds."""
 
-    __slots__ = ("_shared", "arrays", "place", "plan")
+    __slots__ = ("_shared", "arrays", "plan", "saves")
 
-    def __init__(self, plan: _Plan, arrays: _Arrays, place: Place, shared: bool) -> None:
-        self.plan, self.arrays, self.place = plan, list(arrays), place
+    def __init__(self, plan: _Plan, arrays: _Arrays, saves: TapeError | None, shared: bool) -> None:
+        self.plan, self.arrays = plan, list(arrays)
+        self.saves = saves  # what to say if the function saves, and a tape is recorded
         self._shared = shared  # the plan is part of a trace, which serves other calls too
 
     def around(self, arrays: _Arrays) -> Kept:
         """The same, holding other arrays."""
-        return Kept(self.plan, arrays, self.place, self._shared)
+        return Kept(self.plan, arrays, self.saves, self._shared)
 
     def key(self) -> Hashable:
         """Equal for what a recompute cannot tell apart; None if that cannot be known."""
@@ -143,9 +144,22 @@ def keep(run: Any, function: Callable[..., Any], args: Any, kwargs: Any, place: 
         held = plan.made(run.arguments(inputs))
         if run.tags or run.names:
             held = [named(array, KEPT) if is_tracer(array) else array for array in held]
+        saves = call.not_on_tape() if SAVED in names_in(program.jaxpr.jaxpr) else None
+        if saves is not None and run.marks is not None:
+            raise saves
         if not run.tags:  # there, names hold it
-            run.slot.kept[key] = Kept(plan, held, place, shared=not is_running())
+            run.slot.kept[key] = Kept(plan, held, saves, shared=not is_running())
     return plan.shape.join(_outputs(plan, held, inputs))
+
+
+def refuse_on_tape(slot: Slot) -> None:
+    """An error if a function that is kept makes decisions, which a tape that is recorded would lack (R13)."""
+    for kept in slot.kept.values():
+        if isinstance(kept, Kept) and kept.saves is not None:
+            raise kept.saves
+    for children in slot.children.values():
+        for child in children:
+            refuse_on_tape(child)
 
 
 class _Call:
@@ -189,6 +203,16 @@ class _Call:
                 f"layer {self._run.slot.label!r}: the recompute calls {self._name}, and the forward did not.",
                 [("called at", where(self._place))],
                 "call keep with the same function, equally often, in both phases.",
+            )
+        )
+
+    def not_on_tape(self) -> TapeError:
+        """The function makes decisions, and a tape is recorded."""
+        return TapeError(
+            message(
+                f"layer {self._run.slot.label!r}: {self._name} saves, which does not get on a tape.",
+                [("called at", where(self._place))],
+                "save outside of the function that is kept, and pass it the decision.",
             )
         )
 

@@ -20,10 +20,12 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from ._jax import is_differentiated, is_float, is_remat3, optimization_barrier, reverse_only
+from ._names import KEPT
+from ._policies import with_tags
 from ._refusals import Refusals
 from ._runs import stop_gradients
 from ._staging import Program
-from ._tags import calls_custom_vjp
+from ._tags import calls_custom_vjp, names_in
 from ._tangents import jvp, merged, zero_like
 
 __all__ = ["CheckpointLane", "ResidualLane"]
@@ -65,7 +67,8 @@ class _Lane:
             barrier = self.barrier
             if isinstance(barrier, tuple):
                 barrier = (False, [*(False,) * self.jaxpr_consts, *barrier])  # type: ignore[assignment]
-            made = self._made[()] = jax.checkpoint(self.recompute, policy=self.policy, prevent_cse=barrier)
+            policy = with_tags(self.policy) if KEPT in names_in(self.program.jaxpr.jaxpr) else self.policy
+            made = self._made[()] = jax.checkpoint(self.recompute, policy=policy, prevent_cse=barrier)
         result: list[Any] = made(list(slot), list(inputs))
         return result
 
