@@ -37,6 +37,7 @@ from ._backend import JaxArrays
 from ._exchange import exchange, from_dlpack
 from ._explain import Explanation, LayerCost, explain
 from ._layers import remat_layers
+from ._offload import Offload
 from ._policies import save_dots, save_either, save_policy
 from ._remat import checkpoint, remat
 from ._runs import kept_outside, saved_outside
@@ -51,6 +52,7 @@ __all__ = [
     "LayerCost",
     "MismatchError",
     "MutationError",
+    "Offload",
     "OptionError",
     "ParityError",
     "PhaseError",

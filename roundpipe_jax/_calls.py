@@ -33,10 +33,11 @@ from ._identity import codes
 from ._inner import MarkedSlot, Marks, item, run_with
 from ._jax import is_about_forward_mode, is_float, is_remat3, is_tracer, replaced, trace_state
 from ._keep import refuse_on_tape
+from ._offload import Offload, Offloading, check_memory, slot_flags
 from ._packing import Held, Split, Template, in_jax, split
 from ._policies import check_matches, with_tags
 from ._refusals import Refusals
-from ._regions import CheckpointLane, ResidualLane
+from ._regions import Away, CheckpointLane, ResidualLane
 from ._runs import JaxRun, Journal, NeedsFreshTraces, NeedsTags, NeedsTangents, execute, is_abstract, stop_gradients
 from ._staging import Program, hint, hinted, memory, stage
 from ._tags import lead_through_tags
@@ -47,6 +48,8 @@ __all__ = ["Call", "Mode", "Options", "Verify", "labelled"]
 
 Mode = Literal["checkpoint", "custom_vjp"]
 Verify = Literal["off", "warn", "raise"]
+
+_NOTHING_AWAY = Away()
 
 # What JAX raises where Python looks at the value of a tracer.
 _LOOKED = (jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError)
@@ -62,6 +65,7 @@ class Options(NamedTuple):
     mode: Mode
     verify: Verify
     label: str | None
+    offload: Offload | None = None
 
 
 class Forward:
@@ -71,6 +75,7 @@ class Forward:
         self.shape, self.template, self.asked = shape, template, asked
         self.marked: MarkedSlot | None = None  # what goes to a tape
         self.names: frozenset[str] = frozenset()  # of its marks
+        self.offloads = False  # whether a save itself says where to be
         self.made: dict[Hashable, Any] = {}
 
 
@@ -138,7 +143,9 @@ class Layer(NamedTuple):
         """To be traced: outputs, `Forward`; what is saved is named in the program."""
         value, run = self.forward(arrays, Slot(self.label), fresh=True, tags=True, journal=journal)
         outputs, shape = split(value)
-        return outputs, Held(Forward(shape, Template(Slot(self.label), []), run.asked))
+        found = Forward(shape, Template(Slot(self.label), []), run.asked)
+        found.offloads = any(entry.offload is not None for entry in run.slot.entries.values())
+        return outputs, Held(found)
 
     def taped_program(self, slot: Slot, marks: Marks, arrays: Sequence[Any], journal: Journal | None) -> Any:
         """The same for a tape: outputs, `Forward` with the slot as it was marked."""
@@ -203,7 +210,17 @@ class Call:
         arrays, self.arguments = split((args, kwargs))
         self.arrays = [in_jax(array) for array in arrays]
         self.layer = Layer(lambda: fun, self.arguments, self.label, self._kind())
+        self.away = self._away(args, kwargs)
         self.barrier = _arguments.barriers(options.prevent_cse, args, kwargs, self.arguments.array)
+
+    def _away(self, args: Any, kwargs: Any) -> tuple[bool, ...]:
+        """Which of the arrays go to the host until backward."""
+        plan = self.options.offload
+        if plan is None or not plan.inputs:
+            return (False,) * len(self.arrays)
+        numbers: list[int | None] = [n for n, part in enumerate(args) for _ in jax.tree.leaves(part)]
+        numbers += [None] * len(jax.tree.leaves(kwargs))
+        return plan.takes_inputs(self.arrays, [n for n, one in zip(numbers, self.arguments.array, strict=True) if one])
 
     def _kind(self) -> int:
         alike = self.key if self.key is not None else (tuple(self.arguments.array), self.arguments.tree)
@@ -313,7 +330,7 @@ class Call:
     def _staged(self, slot: Slot) -> Any:
         program = self._program("forward", Layer.forward_program, self.arrays)
         found: Forward = program.out[2].value
-        if not found.asked and found.template.empty and self.options.verify == "off":
+        if not found.asked and found.template.empty and self.options.verify == "off" and not any(self.away):
             return self._plain(program, found)
         program = self._led(program, found)
         run = program.run
@@ -346,9 +363,14 @@ class Call:
         found: Recompute = program.out[1].value
         check_matches(self.options.policy, program.jaxpr, label_of(self.label))
         forward = forward if _saves_floats(template, saved) else None
-        lane = self._lane(program, found, forward, len(saved))
+        flags = slot_flags(self.options.offload, saved, template.sorts)
+        away = Away(flags, (*(False,) * len(program.consts), *self.away))
+        if any((*away.slot, *away.inputs)):
+            check_memory(label_of(self.label))
+        lane = self._lane(program, found, forward, len(saved), away)
         inputs = [*program.consts, *self.arrays]
-        note(label_of(self.label), lane.recompute, saved, inputs, self.options.policy, tags=False)
+        host = (*away.slot, *away.inputs)
+        note(label_of(self.label), lane.recompute, saved, inputs, self.options.policy, tags=False, host=host)
         if self.options.verify != "off":
             decide = functools.partial(self.layer.decided_again, template)
             verified(label_of(self.label), self.options.verify, decide, outputs, shape, saved, template, self.arrays)
@@ -384,12 +406,14 @@ class Call:
                 )
             ) from error
 
-    def _lane(self, program: Program, found: Recompute, forward: Program | None, slots: int) -> Any:
+    def _lane(
+        self, program: Program, found: Recompute, forward: Program | None, slots: int, away: Away = _NOTHING_AWAY
+    ) -> Any:
         policy = self.options.policy
-        key = (self.options.mode, id(policy), self.barrier, id(forward and forward.jaxpr), id(program.jaxpr))
+        key = (self.options.mode, id(policy), self.barrier, id(forward and forward.jaxpr), id(program.jaxpr), away)
         lane = found.made.get(key)
         if lane is None:
-            options = {"forward": forward, "slots": slots, "barrier": self.barrier, "policy": policy}
+            options = {"forward": forward, "slots": slots, "barrier": self.barrier, "policy": policy, "away": away}
             if self.options.mode == "custom_vjp":
                 lane = ResidualLane(program.pruned(), refusals=self.refusals, **options)
             else:
@@ -420,13 +444,34 @@ class Call:
             ) from error
         found: Forward = program.out[1].value
         led = self._led(program, found, journal, whole=outer is None)
-        results = self._checkpointed(program, found, led, with_tags(self.options.policy))
+        results = self._checkpointed(program, found, led, self._policy_for_tags(found, outer))
         if found.marked is not None and outer is None:
             names = sorted(found.names)
             count = len(results) - len(names)
             found.marked.fill(slot, dict(zip(names, stop_gradients(results[count:]), strict=True)))
             results = results[:count]
         return found.shape.join(results)
+
+    def _policy_for_tags(self, found: Forward, outer: JaxRun | None) -> Any:
+        plan, policy = self.options.offload, with_tags(self.options.policy)
+        if outer is not None or (plan is None and not found.offloads):
+            return policy
+        if found.offloads or any(self.away) or is_remat3():
+            raise OptionError(
+                message(
+                    f"layer {label_of(self.label)!r}: it saves inside a scan, cond, vmap, while or jit, where "
+                    "offload is one for all saves, without inputs, and not under JAX_REMAT3.",
+                    [("offload", repr(plan))],
+                    'give the layer offload="cpu" only, or save outside of the inner function.',
+                )
+            )
+        check_memory(label_of(self.label))
+        return self.offloading
+
+    @functools.cached_property
+    def offloading(self) -> Any:
+        """The policy that sends what is saved to the host."""
+        return Offloading(with_tags(self.options.policy), self.options.offload or Offload())
 
     def _tagged_program(self, slot: Slot, journal: Journal | None, outer: JaxRun | None) -> Program:
         if outer is not None and outer.marks is not None:  # the slot is a part of the outer one's
@@ -494,6 +539,7 @@ class Call:
                 inputs,
                 policy,
                 tags=led is not program,
+                plan=self.options.offload,
             )
         result: list[Any] = made(led.consts, self.arrays)
         return result

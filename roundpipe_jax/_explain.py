@@ -13,7 +13,8 @@ import jax
 from jax.extend.core import Jaxpr
 
 from ._backend import aval_bytes
-from ._jax import is_float, struct
+from ._jax import is_float, is_on_host, struct
+from ._offload import Offload, Offloading
 from ._policies import save_policy, with_tags
 from ._tags import subprograms
 
@@ -29,13 +30,15 @@ class LayerCost:
     inputs: int
     """Bytes of the layer's inputs that backward needs."""
     slot: int
-    """Bytes of what the layer saved."""
+    """Bytes of what the layer saved, and of what `keep` holds."""
     policy: int
     """Bytes of what the policy keeps on top."""
     without_remat: int
     """Bytes that backward would need if the layer were not recomputed."""
     recomputed_flops: int
     """FLOPs of matrix products that backward does again."""
+    host: int
+    """Bytes of what is kept that are in host memory."""
 
     @property
     def kept(self) -> int:
@@ -48,7 +51,7 @@ class LayerCost:
         if self.kept >= self.without_remat:
             return "remat saves nothing here: leave it out"
         if self.slot > self.inputs + self.policy and self.slot > self.without_remat // 4:
-            return "the slot is most of what is kept: save indices instead of masks, or a narrower dtype"
+            return "the slot is most of what is kept: save indices instead of masks, or a narrower dtype, or keep less"
         return ""
 
 
@@ -59,12 +62,12 @@ class Explanation:
     layers: tuple[LayerCost, ...] = field(default_factory=tuple)
 
     def __str__(self) -> str:
-        head = ("layer", "calls", "inputs", "slot", "policy", "kept", "without remat", "recomputed", "")
+        head = ("layer", "calls", "inputs", "slot", "policy", "kept", "on the host", "without remat", "recomputed", "")
         rows = [
             (
                 cost.label.partition(" (")[0],
                 str(cost.calls),
-                *map(_bytes, (cost.inputs, cost.slot, cost.policy, cost.kept, cost.without_remat)),
+                *map(_bytes, (cost.inputs, cost.slot, cost.policy, cost.kept, cost.host, cost.without_remat)),
                 f"{cost.recomputed_flops:.3g} FLOPs",
                 cost.hint,
             )
@@ -121,11 +124,14 @@ def note(
     inputs: Sequence[Any],
     policy: Any,
     tags: bool,
+    host: Sequence[bool] = (),
+    plan: Offload | None = None,
 ) -> None:
     """Called by each outermost region: what backward starts from, for an `explain` that listens."""
     if _thread.notes is not None:
         shapes = [struct(value.shape, value.dtype) for value in (*slot, *inputs)]
-        _thread.notes.append(_Note(label, recompute, len(slot), shapes, policy, tags, math.prod(_thread.repeats)))
+        times = math.prod(_thread.repeats)
+        _thread.notes.append(_Note(label, recompute, len(slot), shapes, policy, tags, times, tuple(host), plan))
 
 
 @contextlib.contextmanager
@@ -156,6 +162,8 @@ class _Note:
     policy: Any
     tags: bool
     times: int
+    host: tuple[bool, ...]  # of the slot's arrays and the inputs
+    plan: Offload | None  # for what is in between
 
     def key(self) -> Any:
         return tuple((shape.shape, str(shape.dtype)) for shape in self.shapes)
@@ -169,8 +177,13 @@ class _Note:
         slot = slot + inner if self.tags else slot
         everything = jax.checkpoint_policies.everything_saveable
         flops = self._flops(kept) - self._flops(everything)
-        sizes = (inputs, slot, more - inner, sum(self._kept(everything)), flops)
+        sizes = (inputs, slot, more - inner, sum(self._kept(everything)), flops, self._on_host())
         return LayerCost(self.label, self.times, *(self.times * size for size in sizes))
+
+    def _on_host(self) -> int:
+        if self.tags:
+            return 0 if self.plan is None else self._kept(Offloading(save_policy(), self.plan), only=is_on_host)[2]
+        return sum(aval_bytes(shape) for shape, away in zip(self.shapes, self.host, strict=False) if away)
 
     def _differentiated(self, policy: Any) -> tuple[Callable[..., Any], list[Any]]:
         """The layer as a function of everything, differentiable by its floating inputs."""
@@ -189,15 +202,15 @@ class _Note:
 
         return pull_back, self.shapes
 
-    def _kept(self, policy: Any) -> tuple[int, int, int]:
-        """Bytes kept: of inputs, of the slot, of values in between."""
+    def _kept(self, policy: Any, only: Callable[[Any], bool] = lambda _: True) -> tuple[int, int, int]:
+        """Bytes kept, where `only` holds: of inputs, of the slot, of values in between."""
         function, shapes = self._differentiated(policy)
         jaxpr = jax.make_jaxpr(lambda *values: jax.tree.leaves(function(*values)[1]))(*shapes).jaxpr
         position = {var: n for n, var in enumerate(jaxpr.invars)}
         sizes = [0, 0, 0]
         for atom in {id(atom): atom for atom in jaxpr.outvars}.values():
             n = position.get(atom) if not hasattr(atom, "val") else None
-            sizes[2 if n is None else 1 if n < self.slots else 0] += aval_bytes(atom.aval)
+            sizes[2 if n is None else 1 if n < self.slots else 0] += aval_bytes(atom.aval) * only(atom.aval)
         return sizes[0], sizes[1], sizes[2]
 
     def _flops(self, policy: Any) -> int:
@@ -228,7 +241,7 @@ def flops_of(jaxpr: Jaxpr) -> int:
 
 
 def _added(one: LayerCost, other: LayerCost) -> LayerCost:
-    numbers = ("calls", "inputs", "slot", "policy", "without_remat", "recomputed_flops")
+    numbers = ("calls", "inputs", "slot", "policy", "without_remat", "recomputed_flops", "host")
     return LayerCost(one.label, *(getattr(one, name) + getattr(other, name) for name in numbers))
 
 

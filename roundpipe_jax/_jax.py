@@ -26,9 +26,13 @@ __all__ = [
     "is_differentiated",
     "is_float",
     "is_numpy",
+    "is_on_host",
     "is_remat3",
     "is_running",
     "is_tracer",
+    "memory_kinds",
+    "move_to_device",
+    "move_to_host",
     "named",
     "optimization_barrier",
     "replaced",
@@ -121,6 +125,31 @@ def is_float(value: Any) -> bool:
 def is_remat3() -> bool:
     """Whether `jax.checkpoint` is the coming implementation, which `JAX_REMAT3=1` turns on."""
     return bool(getattr(jax.config, "jax_remat3", False))
+
+
+def memory_kinds() -> set[str]:
+    """The kinds of memory that the default device reaches."""
+    [device, *_] = jax.local_devices(backend=default_platform())
+    return {str(memory.kind) for memory in device.addressable_memories()}
+
+
+def is_on_host(aval: Any) -> bool:
+    """Whether arrays of this type are in memory of the host."""
+    return bool(getattr(aval, "memory_space", None) == jax.memory.Space.Host)
+
+
+def move_to_host(array: _T) -> _T:
+    """`array` in pinned memory of the host."""
+    space = jax.memory.Space
+    moved: _T = _untyped.device_put(array, space.Host, src=space.Device)
+    return moved
+
+
+def move_to_device(array: _T) -> _T:
+    """`array` in the memory of the device, from that of the host."""
+    space = jax.memory.Space
+    moved: _T = _untyped.device_put(array, space.Device, src=space.Host)
+    return moved
 
 
 def named(value: Any, name: str) -> Any:

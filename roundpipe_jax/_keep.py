@@ -341,7 +341,8 @@ def _reverse_only(plan: _Plan, held: _Arrays, inputs: _Arrays) -> list[Any]:
 
     def backward(known: Any, cotangents: Any) -> tuple[Any, ...]:
         slopes = [slope for slope in cotangents if slope.dtype != jax.dtypes.float0]
-        moved = iter(plan.pulled_back(*known, slopes))
+        held, inputs = known
+        moved = iter(plan.pulled_back(held, inputs, slopes))
         return *[None] * count, *(next(moved) if flag else None for flag in plan.floats)
 
     operation.defvjp(forward, backward)
@@ -380,9 +381,8 @@ def _moved(linear: Jaxpr, residuals: _Arrays, dots: Sequence[Any]) -> list[Any]:
         if read & moving:
             moving.update(eqn.outvars)
         eqns.append(eqn)
-    read = dict.fromkeys(atom for eqn in eqns for atom in eqn.invars if not isinstance(atom, Literal))
-    read |= dict.fromkeys(atom for atom in linear.outvars if not isinstance(atom, Literal))
-    nothing = [var for var in read if var in zero]
+    read_last = [atom for eqn in eqns for atom in eqn.invars] + linear.outvars
+    nothing = list(dict.fromkeys(atom for atom in read_last if not isinstance(atom, Literal) and atom in zero))
     given = {var: dot for var, dot in zip(linear.invars, dots, strict=True) if dot is not None}
     pruned = replaced(linear, eqns=eqns, invars=[*given, *nothing])
     moved: list[Any] = jax.core.eval_jaxpr(pruned, residuals, *given.values(), *map(zeros, nothing))

@@ -12,6 +12,7 @@ from roundpipe_core._slots import label_of
 
 from ._calls import labelled
 from ._explain import repeated
+from ._offload import Offload
 from ._policies import save_policy
 from ._remat import Mode, Verify, remat
 from ._stacks import stack_of
@@ -31,6 +32,7 @@ def remat_layers(
     mode: Mode = "checkpoint",
     verify: Verify = "off",
     label: str | None = None,
+    offload: str | Offload | None = None,
 ) -> Any:
     """Run `x` through a stack of layers, each recomputed in backward with the decisions of its forward.
 
@@ -59,6 +61,7 @@ def remat_layers(
         mode: as for `remat`. With `nested`, the groups are the regions, and "checkpoint" is the mode of theirs.
         verify: as for `remat`.
         label: as for `remat`.
+        offload: as for `remat`; with `nested`, without inputs.
 
     Returns:
         The last layer's `x`, or `(x, aux)`.
@@ -71,7 +74,7 @@ def remat_layers(
     name = label or label_of(layer)
     count = _layers_in(stacked_params, name)
     _check_groups(nested, count, name)
-    one = remat(layer, policy=policy, prevent_cse=False, mode=mode, verify=verify, label=label)
+    one = remat(layer, policy=policy, prevent_cse=False, mode=mode, verify=verify, label=label, offload=offload)
 
     taped = stack_of(label or labelled(layer), count)
 
@@ -96,7 +99,7 @@ def remat_layers(
             return stack(inputs, x, size)
 
         # On a tape the layers are regions, and the groups are none.
-        grouped = remat(group, prevent_cse=False, label=f"{name}, {size} layers")
+        grouped = remat(group, prevent_cse=False, label=f"{name}, {size} layers", offload=offload)
         if taped.taped:
             grouped = jax.checkpoint(group, prevent_cse=False, policy=save_policy())
         with repeated(nested):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from ._jax import is_differentiated, is_float, is_remat3, optimization_barrier, reverse_only
 from ._names import KEPT
+from ._offload import back, sent
 from ._policies import with_tags
 from ._refusals import Refusals
 from ._runs import stop_gradients
@@ -28,9 +29,27 @@ from ._staging import Program
 from ._tags import calls_custom_vjp, names_in
 from ._tangents import jvp, merged, zero_like
 
-__all__ = ["CheckpointLane", "ResidualLane"]
+__all__ = ["Away", "CheckpointLane", "ResidualLane"]
 
 _Arrays = Sequence[Any]
+
+
+class Away(NamedTuple):
+    """Which arrays are in host memory between forward and backward."""
+
+    slot: tuple[bool, ...] = ()
+    inputs: tuple[bool, ...] = ()
+
+    def sent(self, slot: _Arrays, inputs: _Arrays) -> tuple[list[Any], list[Any]]:
+        """On their way to the host."""
+        return sent(slot, self.slot), sent(inputs, self.inputs)
+
+    def back(self, slot: _Arrays, inputs: _Arrays) -> tuple[list[Any], list[Any]]:
+        """On the device again."""
+        return back(slot, self.slot), back(inputs, self.inputs)
+
+
+_NOTHING_AWAY = Away()
 
 
 class _Lane:
@@ -48,8 +67,10 @@ class _Lane:
         slots: int,
         barrier: bool | tuple[bool, ...],
         policy: Any,
+        away: Away = _NOTHING_AWAY,
     ) -> None:
         self.program, self.forward, self.slots = program, forward, slots
+        self.away = away
         self.barrier, self.policy = barrier, policy
         self.jaxpr_consts = len(program.consts)
         self.opaque = calls_custom_vjp(program.jaxpr.jaxpr)  # then its tangents are good only for being transposed
@@ -60,6 +81,9 @@ class _Lane:
         consts, args = inputs[: self.jaxpr_consts], inputs[self.jaxpr_consts :]
         return self.program.run(consts, [*slot, *args])
 
+    def _recompute_from(self, slot: _Arrays, inputs: _Arrays) -> list[Any]:
+        return self.recompute(*self.away.back(slot, inputs))
+
     def alone(self, slot: _Arrays, inputs: _Arrays) -> list[Any]:
         """The recompute as the forward too: a slot that no forward has filled (R13)."""
         made = self._made.get(())
@@ -68,8 +92,8 @@ class _Lane:
             if isinstance(barrier, tuple):
                 barrier = (False, [*(False,) * self.jaxpr_consts, *barrier])  # type: ignore[assignment]
             policy = with_tags(self.policy) if KEPT in names_in(self.program.jaxpr.jaxpr) else self.policy
-            made = self._made[()] = jax.checkpoint(self.recompute, policy=policy, prevent_cse=barrier)
-        result: list[Any] = made(list(slot), list(inputs))
+            made = self._made[()] = jax.checkpoint(self._recompute_from, policy=policy, prevent_cse=barrier)
+        result: list[Any] = made(*self.away.sent(slot, inputs))
         return result
 
     def check(self, varying: Sequence[bool], inputs: _Arrays, forward_consts: _Arrays, more: Sequence[bool]) -> None:
@@ -110,7 +134,7 @@ class CheckpointLane(_Lane):
         flags = [not isinstance(dot, SymbolicZero) for dot in tangents[2]]
         self.check(flags, inputs, consts, [not isinstance(dot, SymbolicZero) for dot in tangents[3]])
         dots = [dot for dot, flag in zip(tangents[2], flags, strict=True) if flag]
-        given = iter(self.tangent(tuple(flags))(slot, inputs, dots)) if dots else None
+        given = iter(self.tangent(tuple(flags))(*self.away.sent(slot, inputs), dots)) if dots else None
         out_dots = [next(given) if given is not None and is_float(value) else zero_like(value) for value in outputs]
         # Not the bare outputs: their own derivative is the recompute's too.
         return self.differentiated(*primals), out_dots
@@ -126,6 +150,7 @@ class CheckpointLane(_Lane):
         if made is None:
 
             def tangents(slot: _Arrays, inputs: _Arrays, dots: _Arrays) -> list[Any]:
+                slot, inputs = self.away.back(slot, inputs)
                 outs, out_dots = jvp(lambda values: self.recompute(slot, values), inputs, flags, dots)
                 return [dot for out, dot in zip(outs, out_dots, strict=True) if is_float(out)]
 
@@ -150,7 +175,8 @@ class CheckpointLane(_Lane):
 
         def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
             flags = [[not isinstance(dot, SymbolicZero) for dot in group] for group in tangents]
-            self.check(flags[0], *primals, flags[1])
+            inputs, consts = primals
+            self.check(flags[0], inputs, consts, flags[1])
             dots = [
                 dot if flag else zero_like(value)
                 for dot, flag, value in zip(tangents[0], flags[0], primals[0], strict=True)
@@ -169,7 +195,14 @@ class _WithRules(CheckpointLane):
     """
 
     def __init__(self, lane: CheckpointLane) -> None:
-        super().__init__(lane.program, forward=lane.forward, slots=lane.slots, barrier=lane.barrier, policy=lane.policy)
+        super().__init__(
+            lane.program,
+            forward=lane.forward,
+            slots=lane.slots,
+            barrier=lane.barrier,
+            policy=lane.policy,
+            away=lane.away,
+        )
         self.opaque = False
 
     def recompute(self, slot: _Arrays, inputs: _Arrays) -> list[Any]:
@@ -202,6 +235,9 @@ class ResidualLane(_Lane):
         super().__init__(program, **options)
         self.refusals = refusals
 
+    def _recompute_from(self, slot: _Arrays, inputs: _Arrays) -> list[Any]:
+        return self.recompute(*self.away.back(slot, inputs))
+
     def alone(self, slot: _Arrays, inputs: _Arrays) -> list[Any]:
         return self(self.recompute(*stop_gradients((list(slot), list(inputs)))), slot, inputs)
 
@@ -217,14 +253,15 @@ class ResidualLane(_Lane):
             self.check(flags, primals, [c.value for c in consts], [c.perturbed for c in consts])
             bare = [[part.value for part in group] for group in (outputs, slot, inputs, consts)]
             # Not the bare outputs: a second derivative goes through the recompute too, by the other lane.
-            return twice.differentiated(*bare), (primals, bare[1])
+            return twice.differentiated(*bare), self.away.sent(bare[1], primals)
 
         def backward(residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-            inputs, slot = residuals
+            slot, inputs = residuals
             flags = [is_float(value) for value in inputs]
             dots = [_instantiated(dot) for dot, flag in zip(cotangents, needed, strict=True) if flag]
             if self.barrier:  # over the cotangents too: residuals alone leave CSE a way around
-                inputs, slot, dots = optimization_barrier((inputs, slot, dots))
+                slot, inputs, dots = optimization_barrier((slot, inputs, dots))
+            slot, inputs = self.away.back(slot, inputs)
 
             def of_the_floating(*chosen: Any) -> list[Any]:
                 outs = self.recompute(slot, merged(inputs, flags, chosen))

@@ -11,6 +11,7 @@ from roundpipe_core._errors import OptionError, message
 from . import _arguments
 from ._calls import Call, Mode, Options, Verify
 from ._identity import see_through
+from ._offload import Offload, offload_option
 
 __all__ = ["Mode", "Verify", "checkpoint", "remat"]
 
@@ -28,6 +29,7 @@ def remat(
     mode: Mode = ...,
     verify: Verify = ...,
     label: str | None = ...,
+    offload: str | Offload | None = ...,
 ) -> F: ...
 @overload
 def remat(
@@ -40,6 +42,7 @@ def remat(
     mode: Mode = ...,
     verify: Verify = ...,
     label: str | None = ...,
+    offload: str | Offload | None = ...,
 ) -> Callable[[F], F]: ...
 def remat(
     fun: Any = None,
@@ -51,6 +54,7 @@ def remat(
     mode: Mode = "checkpoint",
     verify: Verify = "off",
     label: str | None = None,
+    offload: str | Offload | None = None,
 ) -> Any:
     """Recompute a layer in backward, with the decisions that its forward saved.
 
@@ -79,6 +83,7 @@ def remat(
         verify: "warn" or "raise" decide everything a second time and compare, see `VerifyError`. For finding
             faults, not for training. For a layer inside another layer, the option of the outermost one counts.
         label: what messages and reports call the layer.
+        offload: "cpu" keeps what the layer saves in host memory until backward, an `Offload` says more.
 
     Returns:
         A function like `fun`; without `fun`, a decorator.
@@ -99,6 +104,7 @@ def remat(
             mode,
             verify,
             label,
+            offload_option(offload, "remat"),
         )
     )
     if fun is None:
