@@ -13,6 +13,7 @@ from roundpipe_core._errors import OptionError, message
 
 from ._jax import is_remat3
 from ._names import OURS
+from ._offload import Offload, Offloading, check_memory, offload_option
 from ._tags import names_in, subprograms
 
 __all__ = ["Either", "check_matches", "save_dots", "save_either", "save_policy", "with_tags"]
@@ -21,8 +22,10 @@ _POLICIES = jax.checkpoint_policies
 _DOTS = (_POLICIES.dots_saveable, _POLICIES.dots_with_no_batch_dims_saveable)
 
 
-def save_policy(*names: str) -> Any:
-    """A policy that keeps what layers save, and the values named `names`, for any `jax.checkpoint`.
+def save_policy(*names: str, offload: str | Offload | None = None) -> Any:
+    """A policy that keeps what layers save and what `keep` holds, and the values named `names`.
+
+    For any `jax.checkpoint`:
 
     >>> import jax
     >>> from roundpipe_jax import save_for_recompute, save_policy
@@ -38,11 +41,28 @@ def save_policy(*names: str) -> Any:
 
     Args:
         *names: further names, given by `jax.ad_checkpoint.checkpoint_name`.
+        offload: "cpu" or an `Offload`, to keep what layers save in host memory.
 
     Returns:
-        A policy as `jax.checkpoint_policies.save_only_these_names` makes it.
+        A policy for `jax.checkpoint`, made by `jax.checkpoint_policies.save_only_these_names` without `offload`.
+
+    Raises:
+        OptionError: `offload` is neither, or JAX_REMAT3 is set, which would ignore such a policy.
     """
-    return _POLICIES.save_only_these_names(*OURS, *names)
+    policy = _POLICIES.save_only_these_names(*OURS, *names)
+    plan = offload_option(offload, "save_policy")
+    if plan is None:
+        return policy
+    if is_remat3():
+        raise OptionError(
+            message(
+                "save_policy: a policy that offloads is ignored under JAX_REMAT3.",
+                [("offload", repr(plan))],
+                "leave offload out, or unset JAX_REMAT3.",
+            )
+        )
+    check_memory("any, by save_policy")
+    return Offloading(policy, plan)
 
 
 def save_dots(*, batched: bool = True) -> Any:
