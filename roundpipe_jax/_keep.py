@@ -21,10 +21,10 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from roundpipe_core._backend import backend_of
-from roundpipe_core._errors import MismatchError, SlotError, TapeError, message
+from roundpipe_core._errors import MismatchError, OptionError, SlotError, TapeError, message
 from roundpipe_core._slots import Place, Slot, label_of, where
 
-from ._jax import is_float, is_running, is_tracer, named, replaced, zeros
+from ._jax import is_float, is_remat3, is_running, is_tracer, named, replaced, zeros
 from ._names import KEPT, SAVED
 from ._packing import Held, Split, in_jax, split
 from ._staging import Program, stage
@@ -357,6 +357,8 @@ def _depending(plan: _Plan, held: _Arrays, inputs: _Arrays) -> list[Any]:
     def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
         held, inputs = primals
         flags = [not isinstance(dot, SymbolicZero) for dot in tangents[1]]
+        if is_remat3() and any(flags):
+            raise _wrong_under_remat3()
         dots = [dot for dot, flag in zip(tangents[1], flags, strict=True) if flag]
         moved = (
             jvp(lambda values: plan.made_again(held, values), inputs, flags, dots)[1] if dots else map(zero_like, held)
@@ -366,6 +368,17 @@ def _depending(plan: _Plan, held: _Arrays, inputs: _Arrays) -> list[Any]:
     operation.defjvp(rule, symbolic_zeros=True)
     result: list[Any] = operation(list(held), list(inputs))
     return result
+
+
+def _wrong_under_remat3() -> OptionError:
+    return OptionError(
+        message(
+            "keep: a second derivative would be wrong under JAX_REMAT3, whose jax.checkpoint gives wrong second "
+            "derivatives of functions with a custom_jvp rule.",
+            [],
+            "unset JAX_REMAT3, or leave keep out.",
+        )
+    )
 
 
 def _moved(linear: Jaxpr, residuals: _Arrays, dots: Sequence[Any]) -> list[Any]:

@@ -28,6 +28,7 @@ from ._jax import (
     cannot_name,
     concrete_value,
     is_float,
+    is_remat3,
     is_running,
     is_tracer,
     named,
@@ -337,8 +338,8 @@ def saved_outside(data: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def kept_outside(function: Callable[..., T]) -> Callable[..., T]:
-    """The same for `keep`: what it holds is named."""
-    if is_running() or cannot_name():
+    """The same for `keep`: what it holds is named. Under JAX_REMAT3 it is a call, see `keep`."""
+    if is_running() or is_remat3():
         return function
 
     def kept(*args: Any, **kwargs: Any) -> T:

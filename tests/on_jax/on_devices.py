@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +13,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roundpipe_jax import doing_recompute, get_recompute_data, remat, save_for_recompute
+from roundpipe_jax import Offload, OptionError, doing_recompute, get_recompute_data, keep, remat, save_for_recompute
 
 REMAT3 = bool(getattr(jax.config, "jax_remat3", False))
 X, W = (np.random.default_rng(rows).normal(size=(rows, 4)).astype("float32") for rows in (16, 4))
 ONE = (X[:2], W)
+Wrap = Callable[[Any], Any]
 
 
 def layer(x: Any, w: Any) -> Any:
@@ -26,6 +28,67 @@ def layer(x: Any, w: Any) -> Any:
         idx = jnp.argmax(jax.lax.stop_gradient(x @ w), -1)
         save_for_recompute(idx)
     return jnp.tanh(x @ w) * jnp.take_along_axis(jax.nn.softmax(x @ w), idx[:, None], 1)
+
+
+@jax.custom_vjp
+def kernel(y: Any) -> Any:
+    return jnp.tanh(y)
+
+
+kernel.defvjp(lambda y: (jnp.tanh(y), jnp.tanh(y)), lambda out, slope: (slope * (1 - out**2),))
+
+
+def keeping(x: Any, w: Any) -> Any:
+    return keep(lambda x: kernel(x @ w), layer(x, w)) * keep(lambda x: jnp.sin(x @ w), x)
+
+
+def experts(x: Any, w: Any) -> Any:
+    """Expert parallel, one expert a device: rows are sent in buckets, and how many are in each is saved."""
+    scores = x @ w
+    place = jnp.argmax(jax.lax.stop_gradient(jnp.abs(scores) * jnp.arange(1, 5)), -1) * 2 + jax.lax.axis_index("i") % 2
+    if doing_recompute():
+        order, sizes, received = get_recompute_data()
+    else:
+        order = jnp.argsort(place)
+        sizes = jnp.bincount(place, length=8)
+        received = jax.lax.all_to_all(sizes, "i", 0, 0, tiled=True)
+        save_for_recompute(order, sizes, received)
+    rows = jnp.arange(x.shape[0])
+    starts = jnp.cumsum(sizes) - sizes
+    inside = (rows[None] < (starts + sizes)[:, None]) & (rows[None] >= starts[:, None])  # bucket by sorted row
+    buckets = jnp.where(inside[:, :, None], x[order][None], 0)
+    arrived = jax.lax.all_to_all(buckets, "i", 0, 0, tiled=True)
+    scale = jax.lax.axis_index("i") + 1 + received.sum()
+    done = jax.lax.all_to_all(jnp.tanh(arrived @ w) * scale, "i", 0, 0, tiled=True)
+    sorted_back = jnp.zeros_like(x).at[order].set(jnp.where(inside[:, :, None], done, 0).sum(0))
+    return sorted_back * jax.nn.softmax(scores)
+
+
+def asked_for_sizes(f: Any) -> int:
+    """How often a step exchanges integers, which is to say split sizes."""
+    text = jax.jit(step(sharded(f))).lower(X, W).compile().as_text()
+    return len(re.findall(r"= \(s32.* all-to-all\(", text))
+
+
+def twice(f: Any) -> Any:
+    def second() -> Any:
+        return jax.jit(jax.grad(lambda x: (step(f)(x, W)[0] ** 2).sum()))(ONE[0])
+
+    if not REMAT3 or f is keeping:
+        return second()
+    caught = ""
+    try:
+        second()
+    except OptionError as error:
+        caught = str(error)
+    assert "a second derivative would be wrong under JAX_REMAT3" in caught
+    return twice(keeping)
+
+
+def expert_parallel(wrap: Wrap) -> Any:
+    assert asked_for_sizes(wrap(experts)) == 1
+    assert asked_for_sizes(jax.checkpoint(experts)) == 2
+    return jax.jit(step(sharded(wrap(experts))))(X, W)
 
 
 @functools.cache
@@ -61,15 +124,16 @@ def with_shardings(f: Any) -> Any:
     return got
 
 
-Wrap = Callable[[Any], Any]
 Check = Callable[[Wrap], Any]
 EVERYWHERE: dict[str, Check] = {
     "scan": lambda wrap: jax.jit(step(in_scan(wrap(layer))))(*ONE),
     "nested": lambda wrap: jax.jit(step(wrap(lambda x, w: wrap(layer)(x, w) + 1)))(*ONE),
     "shard_map": lambda wrap: jax.jit(step(sharded(wrap(layer))))(X, W),
+    "keep": lambda wrap: jax.jit(step(wrap(keeping)))(*ONE),
 }
 FIRST_LANE: dict[str, Check] = {
     "eager": lambda wrap: step(wrap(layer))(*ONE),
+    "keep, twice": lambda wrap: twice(wrap(keeping)),
     "save in a scan": lambda wrap: jax.jit(step(wrap(in_scan(layer))))(*ONE),
     "hessian": lambda wrap: jax.jit(jax.hessian(lambda w: squared(wrap(layer))(ONE[0], w)))(W),
 }
@@ -77,7 +141,17 @@ EIGHT_DEVICES: dict[str, Check] = {
     "save in a scan in shard_map": lambda wrap: jax.jit(step(sharded(wrap(in_scan(layer)))))(X, W),
     "shard_map in the layer": lambda wrap: jax.jit(step(wrap(sharded(layer))))(X, W),
     "jit with shardings": lambda wrap: with_shardings(wrap(layer)),
+    "keep in shard_map": lambda wrap: jax.jit(step(sharded(wrap(keeping))))(X, W),
+    "keep in a scan in shard_map": lambda wrap: jax.jit(step(sharded(wrap(in_scan(keeping)))))(X, W),
+    "keep with shardings": lambda wrap: with_shardings(wrap(keeping)),
+    "expert parallel": expert_parallel,
+    "offload with shardings": lambda wrap: with_shardings(offloading(wrap)(keeping)),
 }
+
+
+def offloading(wrap: Wrap) -> Wrap:
+    plan = Offload(min_bytes=0, kept=True, inputs=(0,))
+    return wrap if wrap is as_given else lambda f: remat(f, offload=plan)
 
 
 def as_given(f: Any) -> Any:

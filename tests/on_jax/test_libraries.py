@@ -1,7 +1,7 @@
 """Training loops of the module libraries: their own remat with `save_policy()`, ours around it, and ours alone.
 
-Each loop trains a mixture layer with batch-norm statistics, a counter of calls, a load-balance bias and a cache, for five
-steps, one of which runs forward only. All must be what they are without remat, with as many decisions.
+Each loop trains a mixture layer with batch-norm statistics, a counter of calls, a load-balance bias and a cache. Of its
+five steps one runs forward only. All must be what they are without remat, with as many decisions.
 """
 
 from collections.abc import Callable
