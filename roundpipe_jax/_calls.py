@@ -40,7 +40,7 @@ from ._refusals import Refusals
 from ._regions import Away, CheckpointLane, ResidualLane
 from ._runs import JaxRun, Journal, NeedsFreshTraces, NeedsTags, NeedsTangents, execute, is_abstract, stop_gradients
 from ._staging import Program, hint, hinted, memory, stage
-from ._tags import lead_through_tags
+from ._tags import lead_through_tags, updates_in
 from ._taped import Taped, reads, without_axes
 from ._verify import verified
 
@@ -442,6 +442,8 @@ class Call:
                     "inner function return the decisions and save them outside of it.",
                 )
             ) from error
+        if updates_in(program.jaxpr.jaxpr):
+            raise self._updates_inside()
         found: Forward = program.out[1].value
         led = self._led(program, found, journal, whole=outer is None)
         results = self._checkpointed(program, found, led, self._policy_for_tags(found, outer))
@@ -451,6 +453,16 @@ class Call:
             found.marked.fill(slot, dict(zip(names, stop_gradients(results[count:]), strict=True)))
             results = results[:count]
         return found.shape.join(results)
+
+    def _updates_inside(self) -> MismatchError:
+        return MismatchError(
+            message(
+                f"layer {label_of(self.label)!r}: it saves inside a scan, cond, vmap, while or jit, where the recompute "
+                "too would make a callback from update_once.",
+                [],
+                "wrap the function in there in remat, instead of the layer around it; or return the state as a result.",
+            )
+        )
 
     def _policy_for_tags(self, found: Forward, outer: JaxRun | None) -> Any:
         plan, policy = self.options.offload, with_tags(self.options.policy)

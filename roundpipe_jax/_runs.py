@@ -36,7 +36,7 @@ from ._jax import (
     user_context,
 )
 from ._keep import keep
-from ._names import SAVED
+from ._names import SAVED, UPDATE
 
 __all__ = [
     "JaxRun",
@@ -180,6 +180,10 @@ class JaxRun(Run):
         run = JaxRun(Phase.FORWARD, Slot(self.slot.label), tags=True)
         run.repeats = again
         return execute(run, call)
+
+    def update(self, function: Callable[[], Any], called: Any) -> None:
+        with jax.named_scope(UPDATE):
+            super().update(function, called)
 
     def stored(self, entry: Entry, offload: bool | None) -> None:
         entry.offload = offload

@@ -20,9 +20,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from roundpipe_core._errors import MismatchError, message
 
 from ._jax import fresh_var, is_custom_vjp, named, replaced, scan_sizes, struct
-from ._names import SAVED
+from ._names import SAVED, UPDATE
 
-__all__ = ["calls_custom_vjp", "lead_through_tags", "name_of", "names_in", "subprograms"]
+__all__ = ["calls_custom_vjp", "lead_through_tags", "name_of", "names_in", "subprograms", "updates_in"]
 
 _NOTHING: Mapping[str, Any] = {}
 _OUTER_OPERANDS = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint")
@@ -71,6 +71,14 @@ def names_in(jaxpr: Jaxpr) -> set[str]:
 def calls_custom_vjp(jaxpr: Jaxpr) -> bool:
     """Whether a program calls a function with a `custom_vjp` rule, at any depth."""
     return any(is_custom_vjp(eqn) or any(map(calls_custom_vjp, subprograms(eqn))) for eqn in jaxpr.eqns)
+
+
+def updates_in(jaxpr: Jaxpr) -> bool:
+    """Whether a program calls back to Python from `update_once`, at any depth."""
+    return any(
+        (bool(eqn.effects) and UPDATE in str(eqn.source_info.name_stack)) or any(map(updates_in, subprograms(eqn)))
+        for eqn in jaxpr.eqns
+    )
 
 
 def lead_through_tags(closed: ClosedJaxpr, layer: str, decided: Mapping[str, Any] = _NOTHING) -> ClosedJaxpr:
