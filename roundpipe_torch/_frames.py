@@ -36,6 +36,7 @@ from ._errors import (
 )
 from ._inputs import Inputs
 from ._matching import Leaf, Pairs, Trace, match, match_aligned, node_count, node_names, region_codes
+from ._ranks import collectives, recompute_on_arrival, tell_rank
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replayed
 from ._verify import Audit
 
@@ -146,8 +147,8 @@ class Frame:
     """One call of a region."""
 
     __slots__ = (
-        "__weakref__", "_ambient", "_crowded", "_function", "_generators", "_inputs", "_located", "_lock", "_needed",
-        "_options", "_outputs", "_verified", "returned", "slot", "stop_at", "trace",
+        "__weakref__", "_ambient", "_arrived", "_crowded", "_function", "_generators", "_inputs", "_located", "_lock",
+        "_needed", "_options", "_outputs", "_vain", "_verified", "returned", "slot", "stop_at", "talks", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -166,6 +167,9 @@ class Frame:
         self._outputs: Any = None
         self._verified = options.verify == "off"
         self._crowded = False
+        self._arrived = -1  # the last backward that recomputed this
+        self._vain: tuple[list[int], Trace] | None = None  # packs that this recompute had no partner for
+        self.talks = False  # to other ranks
         self.returned = False
         self.stop_at = -1
         self._located = is_told(thread.run)
@@ -176,6 +180,7 @@ class Frame:
         outer = thread.run
         run = TorchRun(phase, self.slot, self.trace, self._generators, outer)
         visit = Visit(self._generators)
+        first, before = node_count(), collectives()
         outputs: Any = _NOTHING
         try:
             with self._options.context(0), saved_tensors_hooks(self._pack, _unpack):
@@ -184,6 +189,9 @@ class Frame:
                     outputs = self._function(*args, **kwargs)
                 finally:
                     thread.run = outer
+        except Exception as error:
+            tell_rank(error, self.slot.label)
+            raise
         finally:
             self._crowded = visit.end()
         if self._generators and self._generators.missed():
@@ -191,7 +199,10 @@ class Frame:
         if outputs is _NOTHING:
             raise context_swallowed(self.slot.label)
         self._needed = self.trace.alive()
-        if self._options.early_stop and self._verified and self._needed:
+        self.talks = collectives() != before
+        if self.talks:
+            recompute_on_arrival(self, outputs, first)
+        elif self._options.early_stop and self._verified and self._needed:
             self.stop_at = self._needed[-1]
         if not self._verified and phase is Phase.FORWARD:
             self._outputs = Audit.copy(outputs)
@@ -207,9 +218,9 @@ class Frame:
         """The value of a holder that has none: recompute, once for all holders still alive."""
         with self._lock:
             if holder.value is None:
-                recompute = self._recompute(holder)
+                again = self._tried(holder) or self._recompute(holder).trace
                 if holder.value is None:
-                    forward, again = self.trace, recompute.trace
+                    forward = self.trace
                     raise no_partner(
                         self.slot.label,
                         forward.told_of(holder.index),
@@ -218,12 +229,36 @@ class Frame:
                     )
             return holder.value
 
-    def _recompute(self, asked: Holder) -> _Recompute:
+    def arrive(self) -> None:
+        """Recompute now, as every rank does, once in each backward."""
+        try:
+            with self._lock:
+                if self._arrived != torch._C._current_graph_task_id():
+                    self._recompute(None)
+        except Exception as error:
+            tell_rank(error, self.slot.label)
+            raise
+
+    def _tried(self, holder: Holder) -> Trace | None:
+        """A recompute of this backward that could not fill `holder`, where one rank may not start another alone."""
+        if self._vain is None or self._arrived != torch._C._current_graph_task_id():
+            return None
+        lacking, trace = self._vain
+        return trace if holder.index in lacking else None
+
+    def lacking(self) -> list[int]:
+        """Packs that a backward may ask for and that have no value."""
+        return [n for n in self.needed() if (holder := self.trace.refs[n]()) is not None and holder.value is None]
+
+    def _recompute(self, asked: Holder | None) -> _Recompute:
         def attempt(watch: DrawWatch | None) -> tuple[_Recompute, bool]:
             recompute = _Recompute(self, asked)
             return recompute, recompute.run(watch)
 
+        self._arrived, self._vain = torch._C._current_graph_task_id(), None
         recompute, drew = replayed(attempt, self._crowded)
+        if self.talks and (lacking := self.lacking()):
+            self._vain = lacking, recompute.trace
         if drew:
             raise drawn_in_a_crowd(self.slot.label)
         if recompute.relaid >= 0 and recompute.drew:
@@ -303,9 +338,9 @@ class _Recompute:
 
     __slots__ = ("_asked", "_stop_offset", "_stop_segment", "_tried", "done", "drew", "frame", "relaid", "trace")
 
-    def __init__(self, frame: Frame, asked: Holder) -> None:
+    def __init__(self, frame: Frame, asked: Holder | None) -> None:
         self.frame = frame
-        self._asked = asked  # the holder that backward waits for
+        self._asked = asked  # the holder that backward waits for, if it has come to one
         self._tried = -1
         self.relaid = -1  # a pack of the forward that the recompute has with other strides
         self.drew = False  # random numbers, after the last decision; known where `relaid` is
@@ -382,7 +417,7 @@ class _Recompute:
             return False
         self._tried = len(trace.packs)
         pairs, _ = match_aligned(frame.trace, frame.needed(), trace)
-        if self._asked.index not in pairs:
+        if self._asked is None or self._asked.index not in pairs:
             return False
         frame.fill(pairs, trace)
         self.done = True
@@ -392,17 +427,23 @@ class _Recompute:
         """The layer has returned: match what is alive now."""
         if self.done:
             return
-        frame, trace, asked = self.frame, self.trace, self._asked
+        frame, trace = self.frame, self.trace
         compare = frame._options.compare
         trace.finished()
         self._match(frame.needed(), compare, outputs)
-        if asked.value is None:  # a reference cycle may keep what a phase dropped
+        if self._incomplete():  # a reference cycle may keep what a phase dropped
             gc.collect()
             trace.finished()
             for needed in (frame.needed(), frame.trace.alive()):
-                if asked.value is None:
+                if self._incomplete():
                     self._match(needed, compare, outputs)
         self.done = True
+
+    def _incomplete(self) -> bool:
+        """Whether what this was started for is missing; where other ranks take part, anything that may be asked for."""
+        if self._asked is None or self.frame.talks:
+            return bool(self.frame.lacking())
+        return self._asked.value is None
 
     def _match(self, needed: list[int], compare: bool, outputs: Any) -> None:
         frame, trace = self.frame, self.trace
@@ -416,6 +457,14 @@ region_codes |= {Frame.forward.__code__, _Recompute.run.__code__}
 
 
 def _unpack(holder: Holder) -> torch.Tensor:
+    try:
+        return _value_of(holder)
+    except Exception as error:
+        tell_rank(error, holder.frame.slot.label)
+        raise
+
+
+def _value_of(holder: Holder) -> torch.Tensor:
     value = holder.value
     if value is None:
         value = holder.frame.recover(holder)
