@@ -13,6 +13,7 @@ from ._errors import (
     PhaseError,
     RoundPipeError,
     SlotError,
+    TapeError,
     VerifyError,
     VerifyWarning,
 )
@@ -23,6 +24,8 @@ from ._phase import (
     recompute_once,
     save_for_recompute,
 )
+from ._replay import record, replay
+from ._tape import Tape, TapeEntry
 
 __version__ = "0.1.0.dev0"
 
@@ -35,11 +38,16 @@ __all__ = [
     "PhaseError",
     "RoundPipeError",
     "SlotError",
+    "Tape",
+    "TapeEntry",
+    "TapeError",
     "VerifyError",
     "VerifyWarning",
     "doing_recompute",
     "get_recompute_data",
     "layer_scope",
     "recompute_once",
+    "record",
+    "replay",
     "save_for_recompute",
 ]

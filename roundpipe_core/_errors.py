@@ -6,6 +6,7 @@
     ├── GradientError   (also ValueError)      a saved value carries gradient               R5
     ├── MutationError   (also RuntimeError)    an input changed between the phases          R6
     ├── MismatchError   (also RuntimeError)    the phases differ in what backward needs     R10
+    ├── TapeError       (also ValueError)      a tape does not fit the model, or is none        R13
     ├── OptionError     (also TypeError and ValueError)  an option that does not exist or cannot be
     └── VerifyError     (also RuntimeError)    `verify="raise"` found a changed decision
 
@@ -29,6 +30,7 @@ __all__ = [
     "PhaseError",
     "RoundPipeError",
     "SlotError",
+    "TapeError",
     "VerifyError",
     "VerifyWarning",
     "message",
@@ -57,6 +59,10 @@ class MutationError(RoundPipeError, RuntimeError):
 
 class MismatchError(RoundPipeError, RuntimeError):
     """Backward needs something that the two phases did not both produce (R10)."""
+
+
+class TapeError(RoundPipeError, ValueError):
+    """A tape does not fit what it is replayed with, or a file is not a tape (R13)."""
 
 
 class OptionError(RoundPipeError, TypeError, ValueError):

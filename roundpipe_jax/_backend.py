@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from roundpipe_core._backend import to_host
+from roundpipe_core._host import HostArray
+
 from ._jax import concrete_value, is_tracer, struct
 from ._runs import stop_gradients
 
@@ -52,6 +55,37 @@ class JaxArrays:
 
     def without_gradient(self, function: Callable[[], Any]) -> Any:
         return stop_gradients(function())
+
+    def described(self, array: Any) -> tuple[str, tuple[int, ...]]:
+        return str(array.dtype), tuple(array.shape)
+
+    def extremes(self, array: Any) -> tuple[int, ...] | None:
+        if is_tracer(array):
+            return None
+        values = np.asarray(array)
+        return (int(values.min()), int(values.max())) if values.size else ()
+
+    def to_host(self, array: Any) -> HostArray:
+        host = to_host(np.asarray(array))
+        return HostArray(host.dtype, host.shape, host.data, self.name)
+
+    def adopt(self, array: Any, like: Any) -> Any:
+        values = array if isinstance(array, jax.Array) else _from_host(to_host(array))
+        dtype = jax.dtypes.canonicalize_dtype(values.dtype) if like is None else like.dtype
+        return _cast(values, dtype)
+
+
+def _from_host(host: HostArray) -> Any:
+    return np.frombuffer(host.data, jnp.dtype(host.dtype)).reshape(host.shape)
+
+
+def _cast(values: Any, dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.integer) and not is_tracer(values):
+        held = np.asarray(values)
+        bounds = np.iinfo(dtype)
+        if held.size and not bounds.min <= int(held.min()) <= int(held.max()) <= bounds.max:
+            raise ValueError(f"holds values that {dtype} cannot")
+    return jnp.asarray(values, dtype)
 
 
 def as_numpy(array: Any) -> Any:

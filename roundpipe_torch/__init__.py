@@ -9,6 +9,9 @@ from roundpipe_core import (
     PhaseError,
     RoundPipeError,
     SlotError,
+    Tape,
+    TapeEntry,
+    TapeError,
     VerifyError,
     VerifyWarning,
     __version__,
@@ -16,6 +19,8 @@ from roundpipe_core import (
     get_recompute_data,
     layer_scope,
     recompute_once,
+    record,
+    replay,
     save_for_recompute,
 )
 
@@ -34,6 +39,9 @@ __all__ = [
     "PhaseError",
     "RoundPipeError",
     "SlotError",
+    "Tape",
+    "TapeEntry",
+    "TapeError",
     "VerifyError",
     "VerifyWarning",
     "__version__",
@@ -44,6 +52,8 @@ __all__ = [
     "layer_scope",
     "recompute_contexts",
     "recompute_once",
+    "record",
     "remat",
+    "replay",
     "save_for_recompute",
 ]

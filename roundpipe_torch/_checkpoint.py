@@ -17,6 +17,7 @@ from roundpipe_core._slots import Slot, label_of
 
 from ._errors import wrong_option
 from ._frames import Frame, Options, TorchRun
+from ._inputs import line_up
 from ._reentrant import reentrant
 from ._state import Generators, generators_of
 
@@ -144,6 +145,8 @@ def run_region(
     if not tracked and (outer is None or outer.phase is Phase.OFF):
         return function(*args, **kwargs)  # R2: no backward will come
     phase, slot = open_slot(options.label or function)
+    if slot.rows is not None:
+        line_up(slot, args, kwargs)
     if not tracked or phase is Phase.AUDIT:
         outputs = _run_untracked(function, args, kwargs, phase, slot, options)
     elif use_reentrant:

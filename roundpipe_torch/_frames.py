@@ -23,6 +23,7 @@ from roundpipe_core._phase import Phase, Run, thread
 from roundpipe_core._slots import Slot
 from roundpipe_core._trees import flatten
 
+from ._backend import adopted
 from ._errors import (
     context_swallowed,
     drawn_in_a_crowd,
@@ -100,6 +101,9 @@ class TorchRun(Run):
     def drew(self) -> bool:
         """Whether this run drew random numbers, other than for a decision."""
         return self._drew or bool(self.generators and self._aligned and not self.generators.at(self._aligned))
+
+    def adopt(self, leaf: Any, like: Any) -> Any:  # R13
+        return adopted(self.slot, leaf, like)
 
     def without_gradient(self, function: Callable[[], Any]) -> Any:
         with torch.no_grad():

@@ -50,12 +50,17 @@ def test_public_names() -> None:
         "PhaseError",
         "RoundPipeError",
         "SlotError",
+        "Tape",
+        "TapeEntry",
+        "TapeError",
         "VerifyError",
         "VerifyWarning",
         "doing_recompute",
         "get_recompute_data",
         "layer_scope",
         "recompute_once",
+        "record",
+        "replay",
         "save_for_recompute",
     ]
 
