@@ -25,9 +25,10 @@ def collectives() -> int:
     return sum(map(_begun, dist.distributed_c10d._world.pg_map))
 
 
-def _begun(group: dist.ProcessGroup) -> int:
+def _begun(group: Any) -> int:
     try:
-        return group._get_sequence_number_for_group()
+        begun: int = group._get_sequence_number_for_group()
+        return begun
     except RuntimeError:  # a backend that does not count
         return 0
 
@@ -67,9 +68,9 @@ def tell_rank(error: BaseException, layer: str) -> None:
     """Note on `error` which rank it ended, and what that means for the others."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
-    note = (
-        f"on rank {dist.get_rank()} of {dist.get_world_size()}, in layer {layer!r}. Other ranks may now wait for this one "
-        "in a collective: end the process, or destroy its process groups, so that they fail too."
+    if any(known.startswith("on rank ") for known in getattr(error, "__notes__", ())):
+        return  # by the layer inside
+    error.add_note(
+        f"on rank {dist.get_rank()} of {dist.get_world_size()}, in layer {layer!r}. Other ranks may now wait for this "
+        "one in a collective: end this process, so that they fail too."
     )
-    if not any(known.startswith("on rank ") for known in getattr(error, "__notes__", ())):
-        error.add_note(note)

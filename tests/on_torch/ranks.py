@@ -41,6 +41,14 @@ class Ranks:
 
     def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
         """What `job(rank, *args)` returned on each rank. `job` is a function of a test module's top level."""
+        answers = self.answers(job, *args)
+        errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(answers) if error]
+        if errors:
+            pytest.fail("\n".join(errors), pytrace=False)
+        return [result for result, _ in answers]
+
+    def answers(self, job: Callable[..., Any], *args: Any) -> list[tuple[Any, str | None]]:
+        """What each rank returned, or the text of its error."""
         if not self.processes:
             self.start()
         for pipe in self.pipes:
@@ -48,10 +56,7 @@ class Ranks:
         answers = [answer(pipe, self.seconds) for pipe in self.pipes]
         if (None, NO_ANSWER) in answers:
             self.stop()
-        errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(answers) if error]
-        if errors:
-            pytest.fail("\n".join(errors), pytrace=False)
-        return [result for result, _ in answers]
+        return answers
 
     def stop(self) -> None:
         for process, pipe in zip(self.processes, self.pipes, strict=True):

@@ -247,7 +247,7 @@ def test_uneven_ranks(ranks, what):
 
 
 def kept(rank):
-    """Whether the input of a region is alive while its loss is: before a backward, after one that retains, after all."""
+    """Whether a region's input is alive while its loss is: before backward, after one that retains, after the last."""
     x = leaf(T, D)
     inner = x * 1
     watched = weakref.ref(inner)
