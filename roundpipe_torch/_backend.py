@@ -13,6 +13,8 @@ from torch.utils import _pytree
 from roundpipe_core._backend import backend_of, numpys, origin_of, register_backend, to_host
 from roundpipe_core._host import HostArray
 
+from ._errors import spread_over_ranks
+
 __all__ = ["TorchBackend", "adopted"]
 
 
@@ -45,13 +47,13 @@ class TorchBackend:
         )
 
     def snapshot(self, array: torch.Tensor) -> torch.Tensor:
-        return array.clone()
+        return _cloned(array)
 
     def restore(self, stored: torch.Tensor) -> torch.Tensor:
-        return stored.clone()
+        return _cloned(stored)
 
     def nbytes(self, stored: torch.Tensor) -> int:
-        return stored.nbytes
+        return held(stored).nbytes
 
     def rows_differing(self, stored: torch.Tensor, array: torch.Tensor) -> tuple[int, int, int] | None:
         rows = stored.shape[0] if stored.ndim else 1
@@ -69,6 +71,7 @@ class TorchBackend:
     def extremes(self, array: torch.Tensor) -> tuple[int, ...] | None:
         if array.is_meta or type(array) is FakeTensor:
             return None
+        array = held(array)
         if not array.numel():
             return ()
         array = array.to(torch.int64) if array.dtype in _NO_EXTREMES else array
@@ -77,6 +80,8 @@ class TorchBackend:
 
     def to_host(self, array: torch.Tensor) -> HostArray:
         dtype, shape = self.described(array)
+        if held(array) is not array:
+            raise spread_over_ranks(dtype, shape)
         plain = array.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         data = ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.numel() else b""
         return HostArray(dtype, shape, memoryview(data), self.name)
@@ -131,13 +136,37 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return cast
 
 
+def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy. Of a DTensor with the same placements: its own clone() would ask other ranks to add up partial values."""
+    part = held(tensor)
+    if part is tensor:
+        return tensor.clone()
+    whole: Any = tensor
+    copy: torch.Tensor = type(whole).from_local(
+        part.clone(), whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return copy
+
+
+def held(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a tensor this rank holds: of a DTensor its local part. Asks no other rank."""
+    if type(tensor) is torch.Tensor:
+        return tensor
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
 def differing_rows(
     one: torch.Tensor, other: torch.Tensor, tolerance: tuple[float, float] | None = None
 ) -> tuple[int, int, int] | None:
     """(rows that differ, rows, first such row) of two tensors of one shape; None if all agree.
 
     With `tolerance` (relative, absolute) rows of floats may differ by that much. Reads the result back to the host.
+    Of tensors spread over ranks, the rows of this rank are compared.
     """
+    one, other = held(one), held(other)
+    if one.shape != other.shape:
+        return len(one), len(one), 0
     if tolerance is None or not one.dtype.is_floating_point:
         differs = (one != other) & ~((one != one) & (other != other))
     else:

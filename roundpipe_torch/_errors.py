@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointError
 
-from roundpipe_core import MismatchError, MutationError, OptionError
+from roundpipe_core import MismatchError, MutationError, OptionError, TapeError
 from roundpipe_core._errors import message
 from roundpipe_core._slots import label_of
 
@@ -29,6 +29,7 @@ __all__ = [
     "no_partner",
     "other_node",
     "other_parameter",
+    "spread_over_ranks",
     "started_inside",
     "tensor_changed",
     "user_line",
@@ -139,6 +140,17 @@ def started_inside(layer: str) -> CheckpointMismatchError:
             [],
             "use the device before, for instance by moving the model or the input to it, or pass "
             "preserve_rng_state=False.",
+        )
+    )
+
+
+def spread_over_ranks(dtype: str, shape: tuple[int, ...]) -> TapeError:
+    """A DTensor has no bytes of its own to write to a file or to hand to another framework."""
+    return TapeError(
+        message(
+            f"{dtype}{list(shape)} is a DTensor, of which each rank holds a part.",
+            [],
+            "save what the rank decided, index.to_local(), or the whole on every rank, index.full_tensor().",
         )
     )
 
