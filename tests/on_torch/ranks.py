@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 RANKS = 2
-SECONDS = 40  # for the processes to come up, and for each job
+SECONDS = 60  # for the processes to come up, and for each job
 NO_ANSWER = "no answer"
 
 
 class Ranks:
-    """Runs functions on every rank at once. A rank that gives no answer ends both; the next job starts new ones."""
+    """Runs functions on every rank at once. A rank that fails ends both; the next job starts new ones."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self.seconds = seconds
@@ -54,7 +54,7 @@ class Ranks:
         for pipe in self.pipes:
             pipe.send((job, args))
         answers = [answer(pipe, self.seconds) for pipe in self.pipes]
-        if (None, NO_ANSWER) in answers:
+        if any(error for _, error in answers):
             self.stop()
         return answers
 
