@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
@@ -123,30 +124,36 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 def _remat_module(module: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Module:
     remade = _make(_subclass(type(module), options))
     remade.__dict__ = module.__dict__  # one state: what is set on either shows on both
+    states = sys.modules.get("torch.distributed._composable_state")
+    state = states._get_module_state(module) if states is not None else None
+    if states is not None and state is not None:  # fully_shard finds what it did to a module by the object
+        states._insert_module_state(remade, state)
     return remade
 
 
 def _make(cls: type[torch.nn.Module]) -> torch.nn.Module:
-    return cls.__new__(cls)
+    return object.__new__(cls)  # a `__new__` of fully_shard's would make the class it was given
 
 
-def _rebuild(original: type[torch.nn.Module], options: dict[str, Any]) -> torch.nn.Module:
-    return _make(_subclass(original, options))
+def _rebuild(base: type[torch.nn.Module], options: dict[str, Any]) -> torch.nn.Module:
+    return _make(_subclass(base, options))
 
 
-def _subclass(original: type[torch.nn.Module], options: dict[str, Any]) -> type[torch.nn.Module]:
-    original = getattr(original, "_remat_original", original)  # remat of a remat replaces the options
+def _subclass(cls: type[torch.nn.Module], options: dict[str, Any]) -> type[torch.nn.Module]:
+    base = cls.__dict__.get("_remat_base", cls)  # remat of a remat replaces the options
+    original = getattr(base, "_remat_original", base)  # others, as fully_shard, derive classes from a remat's
 
     def reduce(self: torch.nn.Module, protocol: Any) -> Any:
-        return _rebuild, (original, options), self.__dict__
+        return _rebuild, (base, options), self.__dict__
 
     names = {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
         "__reduce_ex__": reduce,
+        "_remat_base": base,
         "_remat_original": original,
         "_remat_options": options,
         "forward": _Forward(original.forward),
     }
-    return type(original.__name__, (original,), names)
+    return type(base.__name__, (base,), names)

@@ -10,7 +10,7 @@ import functools
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -161,14 +161,14 @@ def fsdp(rank, name, order, reshard, offload, root):
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     for n, layer in enumerate(net.layers):
-        if order == "remat then fsdp":
+        if order.startswith("remat"):
             net.layers[n] = layer = remat(layer)
         elif inside:
             layer.forward = functools.partial(way, layer.forward)
         fully_shard(layer, **options)
-        if order == "fsdp then remat":
-            net.layers[n] = remat(layer)
-    if order.endswith("remat") or order.startswith("remat"):
+        if order.endswith("remat"):
+            net.layers[n] = remat(remat(layer, label="once"), label="again")
+    if "remat" in order:
         net.way = plain
     if root:
         fully_shard(net, **options)
@@ -177,9 +177,13 @@ def fsdp(rank, name, order, reshard, offload, root):
         net(x).square().sum().backward()
 
     check(net, rank, 2, train)
+    assert all(isinstance(layer, FSDPModule) for layer in net.layers)
 
 
-@pytest.mark.parametrize("order", ["fsdp(checkpoint)", "checkpoint(fsdp)", "remat then fsdp", "fsdp then remat"])
+ORDERS = ["fsdp(checkpoint)", "checkpoint(fsdp)", "remat, fsdp", "fsdp, remat", "remat, fsdp, remat"]
+
+
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("reshard", [False, True, 1], ids=["kept", "resharded", "resharded to one"])
 @pytest.mark.parametrize("root", [False, True], ids=["layers", "layers and root"])
 def test_fsdp2(ranks, order, reshard, root):
@@ -193,4 +197,5 @@ def test_fsdp2_with_weights_on_the_host(ranks, order):
 
 @pytest.mark.parametrize("order", ["fsdp(checkpoint)", "checkpoint(fsdp)"])
 def test_fsdp2_with_the_second_engine(ranks, order):
-    ranks.run(fsdp, "reentrant", order, True, False, True)
+    # A nested backward ends the step of what is sharded inside it, so a root around all would be wrong there.
+    ranks.run(fsdp, "reentrant", order, True, False, order == "fsdp(checkpoint)")
