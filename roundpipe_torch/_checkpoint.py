@@ -144,6 +144,8 @@ def run_region(
     tracked = torch.is_grad_enabled()
     if not tracked and (outer is None or outer.phase is Phase.OFF):
         return function(*args, **kwargs)  # R2: no backward will come
+    if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
+        return function(*args, **kwargs)  # an exported or traced program has the layer alone
     phase, slot = open_slot(options.label or function)
     if slot.rows is not None:
         line_up(slot, args, kwargs)
