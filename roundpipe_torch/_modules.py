@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
@@ -104,26 +105,70 @@ class _Forward:
     def __init__(self, original: Callable[..., Any]) -> None:
         @functools.wraps(original)
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-            return _forward(module, *args, **kwargs)
+            return _forward(module, functools.partial(original, module), args, kwargs)
 
         self._forward = forward
 
     def __get__(self, module: Any, owner: type | None = None) -> Any:
-        return self._forward if module is None else types.MethodType(self._forward, module)
+        if module is None:
+            return self._forward
+        replaced = module.__dict__.get("forward")
+        return types.MethodType(self._forward, module) if replaced is None else _Replaced(module, replaced)
 
     def __set__(self, module: Any, forward: Callable[..., Any]) -> None:
         module.__dict__["forward"] = forward
 
+    def __delete__(self, module: Any) -> None:
+        del module.__dict__["forward"]
 
-def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+
+class _Replaced:
+    """A `forward` that was put on a module, as a region. Looks like a method, of the signature of that `forward`."""
+
+    def __init__(self, module: Any, forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, forward)
+        self.__self__, self._forward = module, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _forward(self.__self__, self._forward, args, kwargs)
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        forward = self._forward
+        return lambda module, *args, **kwargs: _forward(module, forward, args, kwargs)
+
+
+def _forward(module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if "forward" in module.__dict__:
+        if id(module) in _inside.modules:  # called by the `forward` that took its place: a part of that region
+            return forward(*args, **kwargs)
+        forward = functools.partial(_run_inside, module, forward)
     cls = type(module)
-    inner = module.__dict__.get("forward") or functools.partial(cls._remat_original.forward, module)
-    return _call(inner, {"label": AutoLabel(cls.__qualname__), **cls._remat_options}, args, kwargs)
+    return _call(forward, {"label": AutoLabel(cls.__qualname__), **cls._remat_options}, args, kwargs)
+
+
+class _Inside(threading.local):
+    """The modules whose replaced `forward` this thread is running, by identity."""
+
+    def __init__(self) -> None:
+        self.modules: set[int] = set()
+
+
+_inside = _Inside()
+
+
+def _run_inside(module: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    _inside.modules.add(id(module))
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        _inside.modules.discard(id(module))
 
 
 def _remat_module(module: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Module:
     remade = _make(_subclass(type(module), options))
     remade.__dict__ = module.__dict__  # one state: what is set on either shows on both
+    object.__setattr__(remade, "_remat_plain", module)  # some hooks know it, weakly
     states = sys.modules.get("torch.distributed._composable_state")
     state = states._get_module_state(module) if states is not None else None
     if states is not None and state is not None:  # fully_shard finds what it did to a module by the object
@@ -135,6 +180,16 @@ def _make(cls: type[torch.nn.Module]) -> torch.nn.Module:
     return object.__new__(cls)  # a `__new__` of fully_shard's would make the class it was given
 
 
+def _hooks_of(module: torch.nn.Module) -> dict[str, Any]:
+    """The hooks that know their module, for a copy of `module`, whose copied hooks shall know the copy."""
+    hooks: Any = module._load_state_dict_pre_hooks
+    own = type(hooks)(hooks)
+    for key, hook in hooks.items():
+        if getattr(hook, "with_module", False):
+            own[key] = type(hook)(hook.hook, module)
+    return {"_load_state_dict_pre_hooks": own}
+
+
 def _rebuild(base: type[torch.nn.Module], options: dict[str, Any]) -> torch.nn.Module:
     return _make(_subclass(base, options))
 
@@ -144,13 +199,14 @@ def _subclass(cls: type[torch.nn.Module], options: dict[str, Any]) -> type[torch
     original = getattr(base, "_remat_original", base)  # others, as fully_shard, derive classes from a remat's
 
     def reduce(self: torch.nn.Module, protocol: Any) -> Any:
-        return _rebuild, (base, options), self.__dict__
+        return _rebuild, (base, options), {**self.__dict__, **_hooks_of(self)}
 
     names = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         "__reduce_ex__": reduce,
+        "__slots__": ("_remat_plain",),
         "_remat_base": base,
         "_remat_original": original,
         "_remat_options": options,
