@@ -38,7 +38,7 @@ from ._errors import (
 )
 from ._inputs import Inputs
 from ._matching import Leaf, Pairs, Trace, match, match_aligned, node_count, node_names, region_codes
-from ._ranks import collectives, recompute_on_arrival, tell_rank
+from ._ranks import collectives, keeps_graph, recompute_on_arrival, tell_rank
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replayed
 from ._verify import Audit
 
@@ -473,7 +473,8 @@ def _value_of(holder: Holder) -> torch.Tensor:
     value = holder.value
     if value is None:
         value = holder.frame.recover(holder)
-    holder.value = None  # a later backward recomputes again; until then nothing is held
+    if not (holder.frame.talks and keeps_graph()):  # else a part of this backward may follow, on some ranks only
+        holder.value = None  # a later backward recomputes again; until then nothing is held
     if holder.fault is not None:
         fault, holder.fault = holder.fault, None
         raise fault

@@ -15,7 +15,7 @@ from torch import distributed as dist
 from roundpipe_core._backend import expand
 from roundpipe_core._trees import flatten
 
-__all__ = ["collectives", "recompute_on_arrival", "tell_rank"]
+__all__ = ["collectives", "keeps_graph", "recompute_on_arrival", "tell_rank"]
 
 
 def collectives() -> int:
@@ -33,6 +33,12 @@ def _begun(group: Any) -> int:
         return 0
 
 
+def keeps_graph() -> bool:
+    """Whether the backward that runs leaves its graph for another one."""
+    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    return kept
+
+
 class _Awaited(Protocol):
     def arrive(self) -> None:
         """Backward has reached the region."""
@@ -48,7 +54,7 @@ class _Arrival:
 
     def __call__(self, grads: Any) -> None:
         region = self._region
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not keeps_graph():
             self._region = None
         if region is not None:
             region.arrive()

@@ -10,6 +10,8 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from roundpipe_torch import (
     CheckpointMismatchError,
@@ -212,6 +214,63 @@ def starved(rank, name, to_rank, after):
 @pytest.mark.parametrize("after", ["nothing", "all", "busy"])
 def test_a_rank_without_tokens_recomputes_too(ranks, name, to_rank, after):
     assert ranks.run(starved, name, to_rank, after) == [(4, 2), (4, 2)]
+
+
+def in_two_parts(rank, to_rank):
+    """As zero-bubble pipelines do: first the gradient of the input, later that of the weights."""
+    x, w = leaf(T, D, seed=rank), leaf(D, D, seed=9)
+
+    def layer(x):
+        give, take = [T * (r == to_rank) for r in range(RANKS)], [T * (rank == to_rank)] * RANKS
+        rows = Exchange.apply(x, take, give)
+        if len(rows):
+            rows = torch.tanh(rows @ w) @ w
+        return Exchange.apply(rows, give, take) * 2
+
+    def run(way):
+        x.grad = w.grad = None
+        y = way(layer, x)
+        grads, groups = stage_backward_input([y], [torch.ones_like(y)], [x], iter([w]))
+        if rank == to_rank:
+            stage_backward_weight(iter([w]), groups)
+        return [*grads, w.grad]
+
+    way = Counted(checkpoint)
+    want, got = run(plain), run(way)
+    same(got, want)
+    return way.runs
+
+
+@pytest.mark.parametrize("to_rank", [0, 1])
+def test_gradients_in_two_parts(ranks, to_rank):
+    assert ranks.run(in_two_parts, to_rank) == [2, 2]
+
+
+def asynchronous(rank, to_rank):
+    """torch's functional collectives, whose results are waited for when they are used."""
+
+    def run(way):
+        x, w = leaf(T, D, seed=rank), leaf(D, D, seed=9)
+
+        def layer(x):
+            give, take = [T * (r == to_rank) for r in range(RANKS)], [T * (rank == to_rank)] * RANKS
+            rows = functional.all_to_all_single_autograd(x, take, give, dist.group.WORLD)
+            if rank == to_rank:
+                rows = torch.tanh(rows @ w)
+            return functional.all_to_all_single_autograd(rows, give, take, dist.group.WORLD)
+
+        way(layer, way(layer, x)).sum().backward()
+        return [x.grad, w.grad if rank == to_rank else None]
+
+    way = Counted(checkpoint)
+    want, got = run(plain), run(way)
+    same(got, want)
+    return way.runs
+
+
+@pytest.mark.parametrize("to_rank", [0, 1])
+def test_functional_collectives(ranks, to_rank):
+    assert ranks.run(asynchronous, to_rank) == [4, 4]
 
 
 def uneven(rank, what):
