@@ -29,6 +29,7 @@ __all__ = [
     "no_partner",
     "other_node",
     "other_parameter",
+    "sharded_inside",
     "spread_over_ranks",
     "started_inside",
     "tensor_changed",
@@ -140,6 +141,18 @@ def started_inside(layer: str) -> CheckpointMismatchError:
             [],
             "use the device before, for instance by moving the model or the input to it, or pass "
             "preserve_rng_state=False.",
+        )
+    )
+
+
+def sharded_inside(layer: str) -> CheckpointMismatchError:
+    """A nested backward would add to gradients that fully_shard has reduced already."""
+    return CheckpointMismatchError(
+        message(
+            f"layer {layer!r}: use_reentrant=True around a module of fully_shard that this backward has been through "
+            "before. The nested backward of its first use ended its step, so the gradient would be wrong.",
+            [],
+            "use the default engine (use_reentrant=False), or checkpoint inside of what is sharded.",
         )
     )
 

@@ -7,6 +7,8 @@ in a collective that another never joins.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +17,7 @@ from torch import distributed as dist
 from roundpipe_core._backend import expand
 from roundpipe_core._trees import flatten
 
-__all__ = ["collectives", "keeps_graph", "recompute_on_arrival", "tell_rank"]
+__all__ = ["collectives", "keeps_graph", "recompute_on_arrival", "step_is_over", "tell_rank"]
 
 
 def collectives() -> int:
@@ -68,6 +70,23 @@ def recompute_on_arrival(region: _Awaited, outputs: Any, first: int) -> None:
     for node in nodes:
         if node._sequence_nr() >= first:  # else it is an input, given back
             node.register_prehook(_Arrival(region))
+
+
+def step_is_over(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether fully_shard has reduced, in the backward that runs, the gradients of something in `modules`."""
+    sharding: Any = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    if sharding is None:
+        return False
+    states = (sharding._get_module_fsdp_state(part) for module in modules for part in module.modules())
+    groups = (group for state in states if state is not None and not state._is_root for group in _groups(state))
+    return any(group._training_state is sharding.TrainingState.POST_BACKWARD for group in groups)
+
+
+def _groups(state: Any) -> list[Any]:
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch 2.12 a state has one at most
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return groups
 
 
 def tell_rank(error: BaseException, layer: str) -> None:

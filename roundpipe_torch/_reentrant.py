@@ -22,10 +22,18 @@ from roundpipe_core._phase import Phase, thread
 from roundpipe_core._slots import Slot
 from roundpipe_core._trees import Spec, flatten, unflatten
 
-from ._errors import drawn_in_a_crowd, drawn_in_another_layout, started_inside, tensor_changed, wrong_option
+from ._errors import (
+    drawn_in_a_crowd,
+    drawn_in_another_layout,
+    sharded_inside,
+    started_inside,
+    tensor_changed,
+    wrong_option,
+)
 from ._frames import Options, TorchRun, is_told
 from ._matching import Trace, other_layout, region_codes
-from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replayed
+from ._ranks import step_is_over
+from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, modules_of, replayed
 
 __all__ = ["reentrant"]
 
@@ -97,6 +105,8 @@ class _Region:
 
     def replay(self, tensors: tuple[torch.Tensor, ...]) -> list[Any]:
         """The leaves of the outputs of a recompute."""
+        if step_is_over(modules_of(self.function, self.leaves)):
+            raise sharded_inside(self.slot.label)
         leaves, drew = replayed(partial(self._replay, tensors), self.crowded)
         if drew:
             raise drawn_in_a_crowd(self.slot.label)

@@ -9,12 +9,14 @@ import functools
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from roundpipe_torch import checkpoint, remat
+from roundpipe_torch import CheckpointMismatchError, checkpoint, remat
 from tests.on_torch.oracle import Source, by_remat, decided, leaf, plain, reentrant, same
 from tests.on_torch.ranks import RANKS
 
@@ -81,10 +83,10 @@ def batches(rank, steps):
 
 def routes_of_all(net, steps):
     """The routes of each layer, by rank, step and use."""
-    per = [len(layer.routes) // steps for layer in net.layers]
+    layers = [module for module in net.modules() if isinstance(module, Layer)]
+    per = [len(layer.routes) // steps for layer in layers]
     mine = [
-        [layer.routes[step * n : (step + 1) * n] for step in range(steps)]
-        for layer, n in zip(net.layers, per, strict=True)
+        [layer.routes[step * n : (step + 1) * n] for step in range(steps)] for layer, n in zip(layers, per, strict=True)
     ]
     everything = [None] * RANKS
     torch.distributed.all_gather_object(everything, mine)
@@ -93,12 +95,11 @@ def routes_of_all(net, steps):
 
 
 def check(net, rank, steps, train):
-    """`train(x)` leaves a step's gradients on `net`. They are those of a single process."""
+    """`train(x)` leaves a step's gradients on `net`, or gives them. They are those of a single process."""
     got = []
     for x in batches(rank, steps):
         net.zero_grad()
-        train(x)
-        got.append([full(p.grad) for p in net.parameters()])
+        got.append(train(x) or [full(p.grad) for p in net.parameters()])
     everything = routes_of_all(net, steps)
     for step in range(steps):
         one = Net()
@@ -163,12 +164,16 @@ def fsdp(rank, name, order, reshard, offload, root):
     for n, layer in enumerate(net.layers):
         if order.startswith("remat"):
             net.layers[n] = layer = remat(layer)
+        elif order == "wrapper, fsdp":
+            net.layers[n] = layer = checkpoint_wrapper(layer, checkpoint_fn=way)
         elif inside:
             layer.forward = functools.partial(way, layer.forward)
         fully_shard(layer, **options)
-        if order.endswith("remat"):
+        if order == "fsdp, wrapper":
+            net.layers[n] = checkpoint_wrapper(layer, checkpoint_fn=way)
+        elif order.endswith("remat"):
             net.layers[n] = remat(remat(layer, label="once"), label="again")
-    if "remat" in order:
+    if "remat" in order or "wrapper" in order:
         net.way = plain
     if root:
         fully_shard(net, **options)
@@ -177,25 +182,92 @@ def fsdp(rank, name, order, reshard, offload, root):
         net(x).square().sum().backward()
 
     check(net, rank, 2, train)
-    assert all(isinstance(layer, FSDPModule) for layer in net.layers)
+    same(names_of(net), names_of(Net()))
+    if "wrapper" not in order:
+        assert all(isinstance(layer, FSDPModule) for layer in net.layers)
 
 
-ORDERS = ["fsdp(checkpoint)", "checkpoint(fsdp)", "remat, fsdp", "fsdp, remat", "remat, fsdp, remat"]
+def names_of(net):
+    """What a checkpoint on disk would have, the whole of each weight."""
+    state = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return sorted(state) if torch.distributed.get_rank() == 0 else []
+
+
+ORDERS = [
+    "fsdp(checkpoint)",
+    "checkpoint(fsdp)",
+    "remat, fsdp",
+    "fsdp, remat",
+    "remat, fsdp, remat",
+    "fsdp, wrapper",
+    "wrapper, fsdp",
+]
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("reshard", [False, True, 1], ids=["kept", "resharded", "resharded to one"])
 @pytest.mark.parametrize("root", [False, True], ids=["layers", "layers and root"])
-def test_fsdp2(ranks, order, reshard, root):
-    ranks.run(fsdp, "checkpoint", order, reshard, False, root)
+def test_fsdp2(ranks, order, root):
+    ranks.run(fsdp, "checkpoint", order, True, False, root)
 
 
-@pytest.mark.parametrize("order", ["fsdp(checkpoint)", "checkpoint(fsdp)"])
+@pytest.mark.parametrize("order", ORDERS[:2])
+@pytest.mark.parametrize("reshard", [False, 1], ids=["kept", "resharded to one"])
+def test_fsdp2_that_keeps_weights_after_forward(ranks, order, reshard):
+    ranks.run(fsdp, "checkpoint", order, reshard, False, True)
+
+
+@pytest.mark.parametrize("order", ORDERS[:2])
 def test_fsdp2_with_weights_on_the_host(ranks, order):
     ranks.run(fsdp, "checkpoint", order, True, True, True)
 
 
-@pytest.mark.parametrize("order", ["fsdp(checkpoint)", "checkpoint(fsdp)"])
-def test_fsdp2_with_the_second_engine(ranks, order):
-    # A nested backward ends the step of what is sharded inside it, so a root around all would be wrong there.
-    ranks.run(fsdp, "reentrant", order, True, False, order == "fsdp(checkpoint)")
+@pytest.mark.parametrize(("order", "root"), [("fsdp(checkpoint)", True), ("checkpoint(fsdp)", False)])
+def test_fsdp2_with_the_second_engine(ranks, order, root):
+    ranks.run(fsdp, "reentrant", order, True, False, root)
+
+
+def used_twice(rank):
+    """Each layer once, which is right, then one of them twice."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    net = Net(reentrant)
+    for layer in net.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    x = leaf(T, D, seed=rank)
+    net.outer = lambda stack, x: reentrant(net.layers[1], reentrant(net.layers[0], x))
+    for _ in range(2):
+        net(x).sum().backward()
+    net.outer = plain
+    loss = net(x).sum()
+    with pytest.raises(CheckpointMismatchError, match="around a module of fully_shard that this backward has been"):
+        loss.backward()
+
+
+def test_the_second_engine_around_a_sharded_module_that_is_used_twice(ranks):
+    ranks.run(used_twice)
+
+
+# The class before it
+
+
+def first_fsdp(rank, inside, nested):
+    net = Net(plain if inside else checkpoint, checkpoint if nested else plain, seed=rank)
+    options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    for n, layer in enumerate(net.layers):
+        if inside:
+            layer.forward = functools.partial(checkpoint, layer.forward)
+        net.layers[n] = FullyShardedDataParallel(layer, **options)
+    root = FullyShardedDataParallel(net, **options)
+
+    def train(x):
+        root(x).square().sum().backward()
+        with FullyShardedDataParallel.summon_full_params(root, with_grads=True):
+            return [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+
+    check(net, rank, 2, train)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["fsdp(checkpoint)", "checkpoint(fsdp)"])
+@pytest.mark.parametrize("nested", [False, True], ids=["", "nested"])
+def test_fsdp1(ranks, inside, nested):
+    ranks.run(first_fsdp, inside, nested)
