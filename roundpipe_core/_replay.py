@@ -99,6 +99,7 @@ class record:  # noqa: N801 - used like a function
         slot = Slot(AutoLabel(OUTSIDE))
         slot.rows = frozenset()
         self._tape = Tape()
+        self._tape.recording = True
         self._run = thread.run = _TapeRun(Phase.FORWARD, slot)
         return self._tape
 
@@ -108,7 +109,7 @@ class record:  # noqa: N801 - used like a function
         run, self._run = self._run, None
         thread.run = None
         assert run is not None
-        self._tape.root = taken_from(run.slot)
+        self._tape.root, self._tape.recording = taken_from(run.slot), False
         return False
 
 

@@ -7,6 +7,7 @@ saved. It shares the arrays of the slots it was recorded from, and copies nothin
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -87,10 +88,11 @@ class Tape:
     Implements R13.
     """
 
-    __slots__ = ("_owned", "root")
+    __slots__ = ("_owned", "recording", "root")
 
     def __init__(self, root: Region | None = None) -> None:
         self.root = root or Region(OUTSIDE, given=False)
+        self.recording = False  # what it will hold is known when the block ends
         self._owned: dict[Any, Any] = {}  # what frontends have made of it, such as copies of its arrays
 
     def __repr__(self) -> str:
@@ -152,6 +154,55 @@ class Tape:
                 )
             )
         return self
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the tape to a file that any reader of safetensors can open.
+
+        >>> import tempfile, pathlib
+        >>> from roundpipe_core import Tape, record, save_for_recompute
+        >>> with record() as tape:
+        ...     _ = save_for_recompute("left", 3)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     tape.save(pathlib.Path(folder) / "run.tape")
+        ...     [entry.value for entry in Tape.load(pathlib.Path(folder) / "run.tape").entries()]
+        ['left', 3]
+
+        The file is there once all of it is on the disk; until then, and after a crash, an older one is.
+
+        Args:
+            path: of a file, which is replaced if there is one.
+
+        Raises:
+            TapeError: the tape holds what no file can, such as an object of a class of yours or a traced array, with
+                its place; or `path` is no regular file.
+            OSError: the file cannot be written.
+
+        Implements R13.
+        """
+        from ._tapefile import save
+
+        if self.recording:
+            raise TapeError(
+                message("the tape is still being recorded.", [], "save it after the block of `with record()`.")
+            )
+        save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Tape:
+        """The tape that `save` wrote. Nothing in the file is run, and its bytes are checked before they are believed.
+
+        Arrays of numpy are numpy arrays again, which cannot be written to; those of other frameworks are converted by
+        the layer that replays them.
+
+        Raises:
+            TapeError: it is not a tape, is damaged, or of another version, with what is wrong.
+            OSError: the file cannot be read.
+
+        Implements R13.
+        """
+        from ._tapefile import load
+
+        return load(path)
 
     def converted(self, leaf: Any, key: Any, make: Callable[[], Any]) -> Any:
         """`make()`, kept with the tape: what a frontend converts serves every recompute and replay."""
