@@ -10,7 +10,10 @@ The JSON has ``arrays``, in the order in which the tape uses them, and ``root``,
 
     array     {"name", "dtype", "shape", "origin", "crc32"}      name: of the array in the file
     region    {"label", "given", "scope", "rows", "decisions", "regions"}
-    decision  {"scope", "name", "place", "below", "counts", "data"}       data, counts: as in `_values`
+    decision  {"scope", "name", "place", "below", "met", "data"}       data: as in `_values`
+
+``met`` tells what the region had met between the decision before and this one: a dict, as in `_values`, of how often
+so far.
 
 Arrays of dtypes that safetensors lacks are kept as bytes, U8, with an axis more.
 """
@@ -135,17 +138,22 @@ def _region(region: Region, path: tuple[str, ...], arrays: list[_Stored], depth:
     if depth > NESTING_LIMIT:
         raise _not_held(f"layer {layer!r}", f"layers nested deeper than {NESTING_LIMIT}", "record a part of the model.")
     _refuse_half_letters(layer, [region.label, *region.scope])
+    decisions: list[Any] = []
+    before: dict[Any, int] = {}
+    for decision in region.decisions:
+        decisions.append(_decision(layer, decision, before, arrays))
+        before = decision.counts
     return {
         "label": region.label,
         "given": region.given,
         "scope": region.scope,
         "rows": sorted(region.rows),
-        "decisions": [_decision(layer, decision, arrays) for decision in region.decisions],
+        "decisions": decisions,
         "regions": [_region(inner, (*path, *inner.scope, inner.label), arrays, depth + 1) for inner in region.regions],
     }
 
 
-def _decision(layer: str, decision: Decision, arrays: list[_Stored]) -> Any:
+def _decision(layer: str, decision: Decision, before: dict[Any, int], arrays: list[_Stored]) -> Any:
     scope, name = decision.key
     where = f"layer {layer!r}, {spoken(decision.key)}"
     _refuse_half_letters(where, [*scope, name or ""])
@@ -156,8 +164,7 @@ def _decision(layer: str, decision: Decision, arrays: list[_Stored]) -> Any:
     ]
     try:
         data = encoded(decision.spec, iter(leaves))
-        counts: list[Any] = []
-        counted = encoded(flatten(decision.counts, counts), iter(counts))
+        met = _encoded(_difference(before, decision.counts))
     except NotHeldError as fault:
         raise _not_held(where, fault.what, fault.way_out) from None
     place = decision.place and [os.fsencode(decision.place[0]).decode(errors="replace"), decision.place[1]]
@@ -166,9 +173,22 @@ def _decision(layer: str, decision: Decision, arrays: list[_Stored]) -> Any:
         "name": name,
         "place": place,
         "below": decision.below,
-        "counts": counted,
+        "met": met,
         "data": data,
     }
+
+
+def _encoded(value: Any) -> Any:
+    leaves: list[Any] = []
+    return encoded(flatten(value, leaves), iter(leaves))
+
+
+def _difference(before: dict[Any, int], now: dict[Any, int]) -> dict[Any, int]:
+    """What changed, 0 for what is gone. To say all of it each time would be as long as the square of a run."""
+    if not before:
+        return now
+    changed = {key: count for key, count in now.items() if before.get(key) != count}
+    return changed | dict.fromkeys(before.keys() - now.keys(), 0)
 
 
 def _leaf(where: str, leaf: Any, arrays: list[_Stored]) -> Any:
@@ -301,26 +321,30 @@ def _read_region(data: Any, reader: Reader, depth: int) -> Region:
     if not all(type(n) is int and n >= 0 for n in data["rows"]):
         raise FaultError("a layer with rows that are none")
     region = Region(data["label"], given=data["given"], scope=_scope(data), rows=frozenset(data["rows"]))
-    region.decisions = [_read_decision(entry, reader) for entry in data["decisions"]]
+    met: dict[Any, int] = {}
+    for entry in data["decisions"]:
+        decision = _read_decision(entry, met, reader)
+        region.decisions.append(decision)
+        met = decision.counts
     if len({decision.key for decision in region.decisions}) != len(region.decisions):
         raise FaultError(f"layer {region.label[:80]!r} has a decision twice")
     region.regions = [_read_region(inner, reader, depth + 1) for inner in data["regions"]]
     return region
 
 
-def _read_decision(data: Any, reader: Reader) -> Decision:
+def _read_decision(data: Any, before: dict[Any, int], reader: Reader) -> Decision:
     optional = (type(None), str)
-    data = _fields(data, "a decision", scope=list, name=optional, place=_ANY, below=_ANY, counts=dict, data=_ANY)
+    data = _fields(data, "a decision", scope=list, name=optional, place=_ANY, below=_ANY, met=dict, data=_ANY)
     leaves: list[Any] = []
     spec = flatten(reader.value(data["data"]), leaves, expand)
     below = data["below"]
     if below is not None and (type(below) is not int or below < 1):
         raise FaultError("a decision with a range that is none")
     decision = Decision((_scope(data), data["name"]), spec, leaves, _place(data["place"]), below)
-    counts = reader.value(data["counts"])
-    if type(counts) is not dict or not all(type(key) is tuple and type(n) is int for key, n in counts.items()):
-        raise FaultError("a decision with counts that are none")
-    decision.counts = counts
+    met = reader.value(data["met"])
+    if type(met) is not dict or not all(type(key) is tuple and type(n) is int for key, n in met.items()):
+        raise FaultError("a decision that met what is none")
+    decision.counts = {key: count for key, count in (before | met).items() if count}
     return decision
 
 
