@@ -197,6 +197,8 @@ def _leaf(where: str, leaf: Any, arrays: list[_Stored]) -> Any:
     dtype, shape = described(leaf)
     if dtype not in DTYPES:
         raise _not_held(where, f"an array of dtype {dtype}", "save it as one of numbers: of a key, its data.")
+    if not all(type(n) is int for n in shape):
+        raise _not_held(where, f"a {type(leaf).__name__} of the shape {list(shape)}", "save arrays of a known shape.")
     arrays.append(_Stored(f"{len(arrays)} {where}", where, leaf, dtype, tuple(shape)))
     return {"array": len(arrays) - 1}
 
