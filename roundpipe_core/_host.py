@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["DTYPES", "HostArray", "HostArrays", "itemsize_of", "kind_of"]
+__all__ = ["DTYPES", "HostArray", "HostArrays", "integers_of", "itemsize_of", "kind_of"]
 
 # name: (code in a safetensors file, which has none for some, bytes, kind, format of `memoryview.cast` for integers)
 DTYPES: dict[str, tuple[str, int, str, str]] = {
@@ -73,6 +73,11 @@ class HostArray:
     __hash__ = None  # type: ignore[assignment]
 
 
+def integers_of(array: HostArray) -> memoryview:
+    """The elements of an array of integers, one after the other."""
+    return array.data.cast("B").cast(DTYPES[array.dtype][3])  # type: ignore[call-overload, no-any-return]
+
+
 class HostArrays:
     """Host arrays, as the core sees them. Nobody writes to them."""
 
@@ -119,7 +124,7 @@ class HostArrays:
         if numpy is not None:
             values = numpy.frombuffer(array.data, array.dtype)
             return int(values.min()), int(values.max())
-        whole = array.data.cast("B").cast(DTYPES[array.dtype][3])  # type: ignore[call-overload]
+        whole = integers_of(array)
         return min(whole), max(whole)
 
     def to_host(self, array: HostArray) -> HostArray:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ._backend import backend_of, to_host
 from ._errors import OptionError, TapeError, message
-from ._host import DTYPES, HostArray, itemsize_of, kind_of
+from ._host import DTYPES, HostArray, integers_of, itemsize_of, kind_of
 from ._slots import row_counts, spoken
 from ._tape import ONCE, Decision, Region, Tape, integer_extremes
 from ._trees import flatten, paths
@@ -137,7 +137,7 @@ def _axes(whole: HostArray, lengths: list[int] | None) -> tuple[tuple[int, ...],
 def _flags(mask: Any) -> tuple[tuple[int, ...], bytes]:
     """The shape of a mask, and a byte 0 or 1 for each place."""
     host = to_host(mask) if backend_of(mask) else _of_lists(mask)
-    values = bytes(host.data) if host.dtype == "bool" else _numbers(host).tolist() if _is_integer(host) else None
+    values = bytes(host.data) if host.dtype == "bool" else integers_of(host).tolist() if _is_integer(host) else None
     if values is None or not {0, 1}.issuperset(values) or len(host.shape) not in (1, 2):
         raise _wrong(
             f"a mask of {host.dtype}{list(host.shape)}",
@@ -218,7 +218,7 @@ def _refuse_outside(whole: HostArray, lead: tuple[int, ...], experts: int) -> No
     if not extremes or 0 <= extremes[0] <= extremes[1] < experts:
         return
     each = math.prod(whole.shape[len(lead) :])
-    at, value = next((n, v) for n, v in enumerate(_numbers(whole)) if not 0 <= v < experts)
+    at, value = next((n, v) for n, v in enumerate(integers_of(whole)) if not 0 <= v < experts)
     count_K = math.prod(whole.shape[len(lead) + 1 :])
     token, layer = at // each, at % each // count_K
     spot = f"token {token}" if len(lead) == 1 else f"row {token // lead[1]}, token {token % lead[1]}"
@@ -234,7 +234,7 @@ def _refuse_outside(whole: HostArray, lead: tuple[int, ...], experts: int) -> No
 def _layer(whole: HostArray, lead: tuple[int, ...], n: int, tail: tuple[int, ...]) -> HostArray:
     """One layer's choices, [*lead, K]."""
     count_K, each = math.prod(tail), math.prod(whole.shape[len(lead) :])
-    values = _numbers(whole)
+    values = integers_of(whole)
     chosen = bytearray(math.prod(lead) * count_K * itemsize_of(whole.dtype))
     into = memoryview(chosen).cast(DTYPES[whole.dtype][3])  # type: ignore[call-overload]
     for k in range(count_K):
@@ -275,7 +275,7 @@ def to_routing(tape: Tape, *, name: str | None, item: str | None, dtype: str) ->
     whole = bytearray(math.prod(shape) * count_L * itemsize_of(dtype))
     into = memoryview(whole).cast(DTYPES[dtype][3])  # type: ignore[call-overload]
     for n, (layer, host) in enumerate(found):
-        values = _numbers(_fitting(host, dtype, layer))
+        values = integers_of(_fitting(host, dtype, layer))
         for k in range(count_K):
             into[n * count_K + k :: count_L * count_K] = values[k::count_K]
     try:
@@ -330,10 +330,6 @@ def _fitting(host: HostArray, dtype: str, layer: str) -> HostArray:
 
 
 # ------------------------------------------------------------------------------------------------- integers
-
-
-def _numbers(host: HostArray) -> memoryview:
-    return host.data.cast("B").cast(DTYPES[host.dtype][3])  # type: ignore[call-overload, no-any-return]
 
 
 def _bounds(dtype: str) -> tuple[int, int]:

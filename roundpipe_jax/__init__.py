@@ -4,6 +4,7 @@ The functions that layers call are those of `roundpipe_core` (R14).
 """
 
 from roundpipe_core import (
+    Difference,
     Flip,
     GradientError,
     MismatchError,
@@ -13,11 +14,13 @@ from roundpipe_core import (
     RoundPipeError,
     SlotError,
     Tape,
+    TapeDiff,
     TapeEntry,
     TapeError,
     VerifyError,
     VerifyWarning,
     __version__,
+    diff,
     doing_recompute,
     get_recompute_data,
     layer_scope,
@@ -36,6 +39,7 @@ from ._remat import checkpoint, remat
 from ._runs import saved_outside
 
 __all__ = [
+    "Difference",
     "Explanation",
     "Flip",
     "GradientError",
@@ -47,12 +51,14 @@ __all__ = [
     "RoundPipeError",
     "SlotError",
     "Tape",
+    "TapeDiff",
     "TapeEntry",
     "TapeError",
     "VerifyError",
     "VerifyWarning",
     "__version__",
     "checkpoint",
+    "diff",
     "doing_recompute",
     "explain",
     "get_recompute_data",

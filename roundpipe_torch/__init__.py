@@ -1,6 +1,7 @@
 """Activation checkpointing for PyTorch that remembers its decisions."""
 
 from roundpipe_core import (
+    Difference,
     Flip,
     GradientError,
     MismatchError,
@@ -10,11 +11,13 @@ from roundpipe_core import (
     RoundPipeError,
     SlotError,
     Tape,
+    TapeDiff,
     TapeEntry,
     TapeError,
     VerifyError,
     VerifyWarning,
     __version__,
+    diff,
     doing_recompute,
     get_recompute_data,
     layer_scope,
@@ -31,6 +34,7 @@ from ._modules import remat
 
 __all__ = [
     "CheckpointMismatchError",
+    "Difference",
     "Flip",
     "GradientError",
     "MismatchError",
@@ -40,6 +44,7 @@ __all__ = [
     "RoundPipeError",
     "SlotError",
     "Tape",
+    "TapeDiff",
     "TapeEntry",
     "TapeError",
     "VerifyError",
@@ -47,6 +52,7 @@ __all__ = [
     "__version__",
     "checkpoint",
     "checkpoint_sequential",
+    "diff",
     "doing_recompute",
     "get_recompute_data",
     "layer_scope",
