@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
 def _show(options: argparse.Namespace) -> int:
     tape = Tape.load(options.tape)
     below = [decision.below for _, _, decision in tape.decisions() for _ in decision.leaves]
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "layer": entry.layer,
             "order": entry.order,

@@ -23,17 +23,18 @@ def draw(found: TapeDiff, path: str) -> None:
         figure_module = importlib.import_module("matplotlib.figure")
     except ImportError:
         raise TapeError(message("--plot needs matplotlib.", [], "pip install matplotlib")) from None
-    grid = shares(kept)
+    grid = [[share or float("nan") for share in row] for row in shares(kept)]  # no flips: no colour
+    most = max((share for row in grid for share in row if share == share), default=1.0)
     figure = figure_module.Figure(figsize=(10, min(1.6 + 0.22 * len(kept), 40)), layout="constrained")
     axes = figure.subplots()
     rows = max(entry.rows for entry in kept)
-    image = axes.imshow(
-        grid, aspect="auto", interpolation="nearest", cmap="inferno_r", vmin=0, extent=(0, rows, len(kept), 0)
-    )
+    image = axes.imshow(grid, aspect="auto", interpolation="nearest", cmap="inferno_r", extent=(0, rows, len(kept), 0))
+    image.set_clim(-0.3 * most, most)  # that one token in a stretch of many is seen
     axes.set_yticks([n + 0.5 for n in range(len(kept))], [_name(entry) for entry in kept], fontsize=7)
     axes.set_xlabel("token")
     axes.set_title(f"{sum(e.flipped for e in kept)} of {sum(e.rows for e in kept)} rows flipped")
-    figure.colorbar(image, ax=axes, label=f"share of flipped tokens in {-(-rows // BINS)}")
+    bar = figure.colorbar(image, ax=axes, label=f"share of flipped tokens in {-(-rows // BINS)}")
+    bar.ax.set_ylim(0, most)
     _save(figure, path)
 
 
