@@ -220,8 +220,8 @@ def _leaf(mine: Any, yours: Any) -> tuple[int, dict[str, Any]]:
         return rows, {}
     flipped: list[int] = []
     reordered: list[int] = []
-    for row in _changed(one, other, rows, width):
-        same = kind_of(one.dtype) == "integer" and sorted(_row(one, row, width)) == sorted(_row(other, row, width))
+    for row, held, instead in _changed(one, other, rows, width):
+        same = kind_of(one.dtype) == "integer" and sorted(held) == sorted(instead)
         (reordered if same else flipped).append(row)
     return rows, _found(flipped, reordered)
 
@@ -236,39 +236,44 @@ def _found(flipped: list[int], reordered: list[int]) -> dict[str, Any]:
     }
 
 
-def _changed(one: HostArray, other: HostArray, rows: int, width: int) -> Iterator[int]:
-    """Rows that are not the same."""
-    if one.dtype == other.dtype:
-        size = width * itemsize_of(one.dtype)
-        mine, yours = bytes(one.data), bytes(other.data)  # which compare faster than views
-        if mine == yours:
-            return
-        changed: Iterator[int] | range = (
-            row for row in range(rows) if mine[row * size : row * size + size] != yours[row * size : row * size + size]
-        )
-    else:
-        changed = range(rows)
-    for row in changed:
-        pairs = zip(_row(one, row, width), _row(other, row, width), strict=True)
-        if any(x != y and not (x != x and y != y) for x, y in pairs):
-            yield row
+def _changed(
+    one: HostArray, other: HostArray, rows: int, width: int
+) -> Iterator[tuple[int, Sequence[Any], Sequence[Any]]]:
+    """Rows that are not the same, with both contents."""
+    if one.dtype == other.dtype and bytes(one.data) == bytes(other.data):  # bytes compare faster than views
+        return
+    ours, theirs = _elements(one), _elements(other)
+    for row, begin in enumerate(range(0, rows * width, width)):
+        held, instead = ours[begin : begin + width], theirs[begin : begin + width]
+        if held != instead and any(x != y and not (x != x and y != y) for x, y in zip(held, instead, strict=True)):
+            yield row, held, instead
+
+
+def _elements(array: HostArray) -> Sequence[Any]:
+    """What to compare, in row-major order; the two parts of a complex number count as one."""
+    if kind_of(array.dtype) == "integer":
+        return integers_of(array).tolist()
+    if array.dtype == "bfloat16":
+        wide = bytearray(2 * array.data.nbytes)
+        wide[2::4], wide[3::4] = bytes(array.data[::2]), bytes(array.data[1::2])
+        return struct.unpack(f"<{len(wide) // 4}f", wide)
+    if array.dtype in _FLOATS:
+        return struct.unpack(f"<{math.prod(array.shape)}{_FLOATS[array.dtype]}", array.data)
+    if array.dtype in _COMPLEX:
+        code = _COMPLEX[array.dtype]
+        return [complex(*pair) for pair in struct.iter_unpack(f"<2{code}", array.data)]
+    size = itemsize_of(array.dtype)
+    data = bytes(array.data)
+    return [data[n : n + size] for n in range(0, len(data), size)]
 
 
 def _row(array: HostArray, row: int, width: int) -> Sequence[Any]:
-    begin, end = row * width, row * width + width
-    if kind_of(array.dtype) == "integer":
-        return integers_of(array)[begin:end].tolist()
-    size = itemsize_of(array.dtype)
-    data = bytes(array.data[begin * size : end * size])
-    if array.dtype == "bfloat16":
-        return struct.unpack(f"<{width}f", b"".join(b"\0\0" + data[n : n + 2] for n in range(0, len(data), 2)))
-    if array.dtype in _FLOATS:
-        code, parts = _FLOATS[array.dtype]
-        return struct.unpack(f"<{parts * width}{code}", data)
-    return data
+    size = width * itemsize_of(array.dtype)
+    return _elements(HostArray(array.dtype, (width,), array.data[row * size : (row + 1) * size], array.origin))
 
 
-_FLOATS = {"float16": ("e", 1), "float32": ("f", 1), "float64": ("d", 1), "complex64": ("f", 2), "complex128": ("d", 2)}
+_FLOATS = {"float16": "e", "float32": "f", "float64": "d"}
+_COMPLEX = {"complex64": "f", "complex128": "d"}
 
 
 def _margin(one: _Side, other: _Side, mine: Any, yours: Any, flipped: Sequence[int]) -> float | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ._backend import backend_of, to_host
 from ._errors import OptionError, TapeError, message
-from ._host import DTYPES, HostArray, integers_of, itemsize_of, kind_of
+from ._host import HostArray, integers_of, itemsize_of, kind_of
 from ._slots import row_counts, spoken
 from ._tape import ONCE, Decision, Region, Tape, integer_extremes
 from ._trees import flatten, paths
@@ -51,8 +51,8 @@ def from_routing(
     _refuse_outside(whole, lead, experts)
     whole = _narrowed(whole, experts)
     root = Region("tape", given=False)
-    for n in range(count_L):
-        decision = Decision(((), name), *_data(_layer(whole, lead, n, tail), name), None, experts)
+    for n, array in enumerate(_by_layer(whole, lead, tail)):
+        decision = Decision(((), name), *_data(array, name), None, experts)
         decision.checked = True
         _place(root, decision, n, None if layers is None else layers[n], regions, lead)
     return Tape(root)
@@ -127,6 +127,8 @@ def _flattened(values: Any, flat: list[int]) -> tuple[int, ...]:
 def _axes(whole: HostArray, lengths: list[int] | None) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
     """The axes of tokens, the number of layers, the axis of choices."""
     shape = whole.shape
+    if 0 in shape[1:]:
+        raise _wrong(f"the shape {list(shape)}", "give at least one layer, and one choice.")
     if len(shape) == 4 and lengths is None:
         return shape[:2], shape[2], shape[3:]
     if len(shape) in (2, 3):
@@ -231,15 +233,13 @@ def _refuse_outside(whole: HostArray, lead: tuple[int, ...], experts: int) -> No
     raise _wrong(f"expert {value} of {experts} at {spot}, layer {layer}", "give the number of experts of the model.")
 
 
-def _layer(whole: HostArray, lead: tuple[int, ...], n: int, tail: tuple[int, ...]) -> HostArray:
-    """One layer's choices, [*lead, K]."""
-    count_K, each = math.prod(tail), math.prod(whole.shape[len(lead) :])
-    values = integers_of(whole)
-    chosen = bytearray(math.prod(lead) * count_K * itemsize_of(whole.dtype))
-    into = memoryview(chosen).cast(DTYPES[whole.dtype][3])  # type: ignore[call-overload]
-    for k in range(count_K):
-        into[k::count_K] = values[n * count_K + k :: each]
-    return HostArray(whole.dtype, (*lead, *tail), memoryview(chosen).toreadonly(), ORIGIN)
+def _by_layer(whole: HostArray, lead: tuple[int, ...], tail: tuple[int, ...]) -> Iterator[HostArray]:
+    """Each layer's choices, [*lead, K]."""
+    width, data = math.prod(tail) * itemsize_of(whole.dtype), bytes(whole.data)
+    each = whole.shape[len(lead)] * width
+    for begin in range(0, each, width or 1):
+        chosen = b"".join([data[at : at + width] for at in range(begin, len(data), each)])
+        yield HostArray(whole.dtype, (*lead, *tail), memoryview(chosen), ORIGIN)
 
 
 # ------------------------------------------------------------------------------------------ tape to routing
@@ -270,19 +270,13 @@ def to_routing(tape: Tape, *, name: str | None, item: str | None, dtype: str) ->
     (shape,) = shapes
     if not shape:
         raise TapeError(message("the tape's routing is a single number.", [], "save the index of each token."))
-    lead, tail = (shape[:-1], shape[-1:]) if len(shape) > 1 else (shape, ())
-    count_K, count_L = math.prod(tail), len(found)
-    whole = bytearray(math.prod(shape) * count_L * itemsize_of(dtype))
-    into = memoryview(whole).cast(DTYPES[dtype][3])  # type: ignore[call-overload]
-    for n, (layer, host) in enumerate(found):
-        values = integers_of(_fitting(host, dtype, layer))
-        for k in range(count_K):
-            into[n * count_K + k :: count_L * count_K] = values[k::count_K]
     try:
         numpy = importlib.import_module("numpy")
     except ImportError:
         raise TapeError(message("routing is given as a numpy array.", [], "install numpy.")) from None
-    return numpy.frombuffer(whole, dtype).reshape(*lead, count_L, *tail)
+    hosts = [_fitting(host, dtype, layer) for layer, host in found]
+    arrays = [numpy.frombuffer(host.data, dtype).reshape(shape) for host in hosts]
+    return numpy.stack(arrays, axis=-2 if len(shape) > 1 else -1)
 
 
 def _decided(tape: Tape, name: str | None, item: str | None) -> Iterator[tuple[str, HostArray]]:
@@ -356,18 +350,17 @@ def _cast(host: HostArray, dtype: str) -> HostArray:
     old, new = itemsize_of(host.dtype), itemsize_of(dtype)
     if host.dtype == dtype:
         return host
-    source = host.data.cast("B")
-    cast = bytearray(source.nbytes // old * new)
-    into = memoryview(cast)
+    source = bytes(host.data)
+    into = bytearray(len(source) // old * new)
     for byte in range(min(old, new)):
         into[byte::new] = source[byte::old]
     if new > old and host.dtype[0] != "u":
         _extend_sign(into, old, new)
-    return HostArray(dtype, host.shape, into, host.origin)
+    return HostArray(dtype, host.shape, memoryview(into), host.origin)
 
 
-def _extend_sign(into: memoryview, old: int, new: int) -> None:
-    signs = bytes(into[old - 1 :: new]).translate(bytes(128) + b"\xff" * 128)
+def _extend_sign(into: bytearray, old: int, new: int) -> None:
+    signs = into[old - 1 :: new].translate(bytes(128) + b"\xff" * 128)
     for byte in range(old, new):
         into[byte::new] = signs
 

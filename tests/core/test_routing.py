@@ -216,6 +216,8 @@ WRONG = {
     "bools": ({"routing": routing() > 3}, "bool, not integers"),
     "one axis": ({"routing": np.arange(3)}, "the shape [3]"),
     "five axes": ({"routing": routing()[None, None]}, "the shape [1, 1, 5, 3, 2]"),
+    "no layers": ({"routing": np.zeros((5, 0, 2), "int16")}, "the shape [5, 0, 2]"),
+    "no choices": ({"routing": np.zeros((5, 3, 0), "int16")}, "the shape [5, 3, 0]"),
     "labels too few": ({"routing": routing(), "layers": ["a"]}, "3 layers, and 1 labels"),
     "ragged lists": ({"routing": [[[1]], [[1], [2]]]}, "lists of several lengths"),
     "texts": ({"routing": [["a"]]}, "str among its numbers"),
