@@ -7,6 +7,7 @@
     ├── MutationError   (also RuntimeError)    an input changed between the phases          R6
     ├── MismatchError   (also RuntimeError)    the phases differ in what backward needs     R10
     ├── TapeError       (also ValueError)      a tape does not fit the model, or is none        R13
+    ├── ParityError     (also AssertionError)  a port differs from its original
     ├── OptionError     (also TypeError and ValueError)  an option that does not exist or cannot be
     └── VerifyError     (also RuntimeError)    `verify="raise"` found a changed decision
 
@@ -27,6 +28,7 @@ __all__ = [
     "MismatchError",
     "MutationError",
     "OptionError",
+    "ParityError",
     "PhaseError",
     "RoundPipeError",
     "SlotError",
@@ -63,6 +65,10 @@ class MismatchError(RoundPipeError, RuntimeError):
 
 class TapeError(RoundPipeError, ValueError):
     """A tape does not fit what it is replayed with, or a file is not a tape (R13)."""
+
+
+class ParityError(RoundPipeError, AssertionError):
+    """A model and its port are further apart than they may be."""
 
 
 class OptionError(RoundPipeError, TypeError, ValueError):

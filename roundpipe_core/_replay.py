@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Literal
 
-from ._backend import backend_named, backend_of, expand, only_frontend, origin_of
+from ._backend import backend_of, expand, frontend, numpys, only_frontend, origin_of
 from ._errors import OptionError, PhaseError, TapeError, message
 from ._host import kind_of
 from ._phase import Phase, Run, thread
@@ -50,9 +50,10 @@ class _TapeRun(Run):
         backend = backend_of(like)
         if backend is not None:
             return backend.adopt(leaf, like)
-        own = backend_of(leaf)
-        home = backend_named(origin_of(leaf)) or only_frontend()
-        return leaf if home is None or home is own else home.adopt(leaf, None)
+        if origin_of(leaf) == "numpy":
+            return numpys.adopt(leaf, None)
+        home = frontend(origin_of(leaf)) or only_frontend()
+        return leaf if home is None or home is backend_of(leaf) else home.adopt(leaf, None)
 
     def _next(self, name: str | None) -> str | None:
         count = self.count(("saved outside of regions", *self.scope, name))

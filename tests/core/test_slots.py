@@ -48,6 +48,7 @@ def test_public_names() -> None:
         "MismatchError",
         "MutationError",
         "OptionError",
+        "ParityError",
         "PhaseError",
         "RoundPipeError",
         "SlotError",
