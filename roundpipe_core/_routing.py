@@ -14,8 +14,9 @@ from typing import Any
 from ._backend import backend_of, to_host
 from ._errors import OptionError, TapeError, message
 from ._host import HostArray, integers_of, itemsize_of, kind_of
+from ._replay import numbered
 from ._slots import row_counts, spoken
-from ._tape import ONCE, Decision, Region, Tape, integer_extremes
+from ._tape import ONCE, OUTSIDE, Decision, Region, Tape, integer_extremes
 from ._trees import flatten, paths
 
 __all__ = ["from_routing", "to_routing"]
@@ -50,7 +51,7 @@ def from_routing(
         whole, lead = _padded(whole, lead, lengths, _flags(mask), _fill(padding, experts, math.prod(tail)))
     _refuse_outside(whole, lead, experts)
     whole = _narrowed(whole, experts)
-    root = Region("tape", given=False)
+    root = Region(OUTSIDE, given=False)
     for n, array in enumerate(_by_layer(whole, lead, tail)):
         decision = Decision(((), name), *_data(array, name), None, experts)
         decision.checked = True
@@ -73,8 +74,8 @@ def _place(root: Region, decision: Decision, n: int, label: str | None, regions:
         return
     if label is not None:
         decision.key = ((label,), name)
-    elif n:
-        decision.key = ((), f"{name or ''} #{n}")
+    else:
+        decision.key = ((), numbered(name, n))
     root.decisions.append(decision)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe_core import OptionError, Tape, TapeError, recompute_once, record, replay, save_for_recompute
+from roundpipe_core import OptionError, Tape, TapeError, layer_scope, recompute_once, record, replay, save_for_recompute
 from roundpipe_core._backend import numpys
 from roundpipe_core._phase import Run, open_slot, thread
 
@@ -144,13 +145,36 @@ def test_layers_find_theirs_by_label() -> None:
             assert got.dtype == np.int64
 
 
-def test_layers_that_are_not_checkpointed() -> None:
+@pytest.mark.parametrize("name", [None, "experts"])
+@pytest.mark.parametrize("layers", [None, ["one", "two"]])
+def test_layers_that_are_not_checkpointed(name: str | None, layers: list[str] | None) -> None:
     given_TLK = routing(layers=2)
 
-    with replay(Tape.from_routing(given_TLK, experts=8, regions=False, name="e")):
-        for n in range(2):
-            (got,) = save_for_recompute(np.zeros((5, 2), "int64"), name="e")
-            assert np.array_equal(got, given_TLK[:, n])
+    def run(n: int) -> np.ndarray:
+        with layer_scope(layers[n]) if layers else contextlib.nullcontext():
+            return save_for_recompute(np.zeros((5, 2), "int64"), name=name)[0]
+
+    with record() as recorded:
+        run(0), run(1)
+    tape = Tape.from_routing(given_TLK, experts=8, regions=False, name=name, layers=layers)
+
+    assert [entry[:5] for entry in tape.entries()] == [entry[:5] for entry in recorded.entries()]
+    with replay(tape):
+        assert all(np.array_equal(run(n), given_TLK[:, n]) for n in range(2))
+
+
+def test_bytes_for_whom(tmp_path: Path) -> None:
+    """Without data of its own, and outside of layers, nobody knows which framework asks."""
+    Tape.from_routing([[[1]]], experts=2, regions=False).save(tmp_path / "a.tape")
+    lines = [
+        "from roundpipe_core import *",
+        f"with replay(Tape.load({str(tmp_path / 'a.tape')!r})):",
+        "    get_recompute_data()",
+    ]
+    command = [sys.executable, "-c", "\n".join(lines)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert "bytes for torch or JAX: save_for_recompute(data), with data of your own, tells which" in done.stderr
 
 
 def test_what_recompute_once_gave() -> None:
