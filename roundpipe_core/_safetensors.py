@@ -27,6 +27,7 @@ HEADER_LIMIT = 16 << 20
 NESTING_LIMIT = 256
 DIMENSIONS_LIMIT = 64
 BYTES_LIMIT = 2**63 - 1
+_LINE, _PAGE, _LARGE = 64, 4096, 1 << 20  # where bytes of large files begin: the system copies whole pages faster
 METADATA = "__metadata__"
 ITEMSIZE = {code: size for code, size, _, _ in DTYPES.values() if code}
 
@@ -53,7 +54,7 @@ def table(texts: Mapping[str, str], arrays: Iterable[tuple[str, str, tuple[int, 
         whole[name] = {"dtype": code, "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(whole, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % (_PAGE if at > _LARGE else _LINE))
     return len(text).to_bytes(8, "little") + text
 
 

@@ -24,7 +24,7 @@ import importlib
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
 from typing import Any, NamedTuple
@@ -43,6 +43,7 @@ __all__ = ["VERSION", "load", "save"]
 
 VERSION = "1"
 FORMAT = "roundpipe_tape"
+_CHECKING = 4  # threads: reading is faster than one of them
 _UNKNOWN = "0" * 8
 
 
@@ -78,12 +79,11 @@ def save(tape: Tape, path: Path) -> None:
     head = _head(root, arrays, ordered, sums)
     with replacing(path) as file, ThreadPoolExecutor(1) as pool:
         file.seek(len(head))
-        pending: list[tuple[str, Future[str]]] = []
         for stored in ordered:
             data = _bytes_of(stored)
-            pending.append((stored.name, pool.submit(_crc32, data)))  # while the system copies
+            checksum = pool.submit(_crc32, data)  # while it is written
             write_all(file, data)
-        sums.update((name, future.result()) for name, future in pending)
+            sums[stored.name] = checksum.result()
         file.seek(0)
         write_all(file, _head(root, arrays, ordered, sums))
 
@@ -287,22 +287,27 @@ class _Listed(NamedTuple):
         return listed
 
 
-def _arrays(file: FileIO, begin: int, listed: list[_Listed], held: dict[str, Held]) -> Iterator[Any]:
-    """The arrays in the tape's order, read in the order of the file."""
+def _arrays(file: FileIO, begin: int, listed: list[_Listed], held: dict[str, Held]) -> list[Any]:
+    """The arrays in the tape's order."""
     read: dict[str, bytes] = {}
-    pending: list[tuple[str, str, Future[str]]] = []
-    with ThreadPoolExecutor(1) as pool:
-        for entry in sorted(listed, key=lambda entry: held[entry.name].begin):
-            kept = held[entry.name]
-            file.seek(begin + kept.begin)
-            data = read[entry.name] = read_exactly(file, kept.end - kept.begin)
-            if len(data) != kept.end - kept.begin:
-                raise FaultError("it became shorter while it was read")
-            pending.append((entry.name, entry.crc32, pool.submit(_crc32, data)))  # while the next one is read
-        for name, told, future in pending:
-            if future.result() != told:
-                raise FaultError(f"array {name[:80]!r} is damaged: the checksum differs")
-    return (_array(entry, read.pop(entry.name)) for entry in listed)
+    checksums: list[Future[str]] = []
+    inside = sorted(listed, key=lambda entry: held[entry.name].begin)
+    with ThreadPoolExecutor(_CHECKING) as pool:
+        for entry in inside:
+            data = read[entry.name] = _read(file, begin, held[entry.name])
+            checksums.append(pool.submit(_crc32, data))  # while the next one is read
+        for entry, checksum in zip(inside, checksums, strict=True):
+            if checksum.result() != entry.crc32:
+                raise FaultError(f"array {entry.name[:80]!r} is damaged: the checksum differs")
+    return [_array(entry, read[entry.name]) for entry in listed]
+
+
+def _read(file: FileIO, begin: int, kept: Held) -> bytes:
+    file.seek(begin + kept.begin)
+    data = read_exactly(file, kept.end - kept.begin)
+    if len(data) != kept.end - kept.begin:
+        raise FaultError("it became shorter while it was read")
+    return data
 
 
 def _array(entry: _Listed, data: bytes) -> Any:
