@@ -21,7 +21,7 @@ from ._host import DTYPES
 
 __all__ = ["HEADER_LIMIT", "FaultError", "Held", "parsed_json", "read_header", "table"]
 
-HEADER_LIMIT = 16 << 20
+HEADER_LIMIT = 8 << 20
 """Bytes that a table may have: parsing it then takes less than half a gigabyte, whatever it says."""
 
 NESTING_LIMIT = 256

@@ -37,7 +37,7 @@ from ._safetensors import HEADER_LIMIT, FaultError, Held, parsed_json, read_head
 from ._slots import Place, spoken
 from ._tape import Decision, Region, Tape, described
 from ._trees import flatten, paths
-from ._values import NESTING_LIMIT, NotHeldError, Reader, encoded, plain
+from ._values import COUNTS_LIMIT, NESTING_LIMIT, NotHeldError, Reader, encoded, plain
 
 __all__ = ["VERSION", "load", "save"]
 
@@ -72,6 +72,14 @@ class _Stored(NamedTuple):
 
 def save(tape: Tape, path: Path) -> None:
     """Write `tape` to `path`: wholly, or not at all."""
+    if sum(len(decision.counts) for _, _, decision in tape.decisions()) > COUNTS_LIMIT:
+        raise TapeError(
+            message(
+                "one layer makes too many decisions of too many names for a file.",
+                [],
+                "save in checkpointed layers, of which each has a few.",
+            )
+        )
     arrays: list[_Stored] = []
     root = _region(tape.root, (), arrays, 0)
     sums = dict.fromkeys((stored.name for stored in arrays), _UNKNOWN)
@@ -351,7 +359,8 @@ def _read_decision(data: Any, before: dict[Any, int], reader: Reader) -> Decisio
     met = reader.value(data["met"])
     if type(met) is not dict or not all(type(key) is tuple and type(n) is int for key, n in met.items()):
         raise FaultError("a decision that met what is none")
-    decision.counts = {key: count for key, count in (before | met).items() if count}
+    decision.counts = {key: count for key, count in (before | met).items() if count} if met else before
+    reader.spend(len(decision.counts))
     return decision
 
 

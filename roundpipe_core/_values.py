@@ -33,12 +33,13 @@ from ._host import DTYPES
 from ._safetensors import FaultError
 from ._trees import Node, Spec
 
-__all__ = ["NESTING_LIMIT", "NotHeldError", "Reader", "encoded"]
+__all__ = ["COUNTS_LIMIT", "NESTING_LIMIT", "NotHeldError", "Reader", "encoded"]
 
 NESTING_LIMIT = 32
 PLAIN_INT = 2**53  # beyond, other readers of JSON lose digits
 CLASSES_LIMIT = 1000
 FIELDS_LIMIT = 1000
+COUNTS_LIMIT = 1_000_000
 T = TypeVar("T")
 
 
@@ -173,6 +174,7 @@ class Reader:
         self._arrays = list(arrays)
         self._given = 0
         self._classes: set[Any] = set()
+        self._counts = 0
 
     def value(self, data: Any, depth: int = 0) -> Any:
         """The value that `data` stands for."""
@@ -187,6 +189,12 @@ class Reader:
         if read is None or data.keys() != read[1]:
             raise FaultError(f"a value of the unknown kind {', '.join(map(str, data))[:80]!r}")
         return read[0](self, data, depth + 1)
+
+    def spend(self, counts: int) -> None:
+        """Refuse decisions that together count more than memory has room for, though the file tells only changes."""
+        self._counts += counts
+        if self._counts > COUNTS_LIMIT:
+            raise FaultError(f"decisions that count more than {COUNTS_LIMIT} times what they met")
 
     def all_given(self) -> None:
         """Refuse arrays that belong to no value."""

@@ -329,6 +329,15 @@ def test_an_error_names_the_item(tmp_path: Path) -> None:
         saved(1, {"x": object()}).save(tmp_path / "a.tape")
 
 
+def test_too_many_counts_are_refused(tmp_path: Path) -> None:
+    with record() as tape:
+        for n in range(1500):
+            save_for_recompute(n, name=str(n))
+
+    with pytest.raises(TapeError, match="save in checkpointed layers"):
+        tape.save(tmp_path / "a.tape")
+
+
 def test_too_much_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TapeError, match="save arrays, not lists of numbers"):
         saved("x" * HEADER_LIMIT).save(tmp_path / "a.tape")
@@ -420,7 +429,7 @@ HEADS = {
     "an empty file": (b"", "0 bytes are too few"),
     "no header": (b"\x08\0\0\0\0\0\0\0", "cut short"),
     "a huge header": (struct.pack("<Q", 2**64 - 1) + b"{}", "a header of 18446744073709551615 bytes"),
-    "a header just too huge": (struct.pack("<Q", HEADER_LIMIT + 1) + b"{}", "a header of 16777217 bytes"),
+    "a header just too huge": (struct.pack("<Q", HEADER_LIMIT + 1) + b"{}", f"a header of {HEADER_LIMIT + 1} bytes"),
     "no JSON": (raw(b"pickle me"), "does not begin with a brace"),
     "a list": (raw(b"[]"), "does not begin with a brace"),
     "not UTF-8": (raw(b'{"\xff\xfe":1}'), "not UTF-8 at byte 2"),
@@ -520,6 +529,13 @@ def lists_nested(depth: int) -> Any:
     return value
 
 
+def counting(keys: int, decisions: int) -> Any:
+    """The first decision met much, and each later one a little more: together the square of the file."""
+    met = [[{"tuple": [str(n)]}, 1] for n in range(keys)]
+    later = [decision(1, name=str(n), met={"dict": [[{"tuple": ["x"]}, n]]}) for n in range(decisions)]
+    return region(decisions=[decision(1, met={"dict": met}), *later])
+
+
 TABLE = {"x": entry(0, 4)}
 FORGED = {
     "another version": (forged(region(), roundpipe_tape="2"), "version '2' of the format"),
@@ -578,6 +594,7 @@ FORGED = {
     "a scalar cut short": (forged(holding({"scalar": "int64", "bytes": "AAAA"})), "a number of numpy"),
     "deep regions": (forged(regions_nested(40)), "layers nested deeper than 32"),
     "deep values": (forged(holding(lists_nested(40))), "containers nested deeper than 32"),
+    "counts without end": (forged(counting(2000, 2000)), "decisions that count more than 1000000 times"),
     "an array that is not there": (forged(holding({"array": 0})), "array 0 where array 0 of 0 is due"),
     "an array that is not listed": (forged(region(), [], b"1234", TABLE), "its arrays are not those"),
     "an array that is not used": (forged(region(), [listed(b"1234")], b"1234", TABLE), "1 arrays, of which"),
