@@ -263,6 +263,12 @@ def test_wrong_routing_is_told(name: str) -> None:
     assert "way out" in str(caught.value)
 
 
+@pytest.mark.parametrize("given_TLK", [with_value(-1, "int8"), [routing(), with_value(-1, "int8")]])
+def test_what_was_not_routed_stays_so_in_a_wider_type(given_TLK: Any) -> None:
+    with pytest.raises(TapeError, match="-1 at token [38], layer 1: not routed"):
+        Tape.from_routing(given_TLK, experts=300)
+
+
 @pytest.mark.parametrize("experts", [0, -1, 1.5, True, "8"])
 def test_experts_is_a_number(experts: Any) -> None:
     with pytest.raises(OptionError, match="no number of experts"):
