@@ -6,6 +6,7 @@ same objects (R14).
 
 from ._diff import Difference, TapeDiff, diff
 from ._errors import (
+    ExchangeError,
     Flip,
     GradientError,
     MismatchError,
@@ -19,6 +20,7 @@ from ._errors import (
     VerifyError,
     VerifyWarning,
 )
+from ._exchange import ExchangeReport
 from ._phase import (
     doing_recompute,
     get_recompute_data,
@@ -33,6 +35,8 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "Difference",
+    "ExchangeError",
+    "ExchangeReport",
     "Flip",
     "GradientError",
     "MismatchError",

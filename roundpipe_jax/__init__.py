@@ -5,6 +5,8 @@ The functions that layers call are those of `roundpipe_core` (R14).
 
 from roundpipe_core import (
     Difference,
+    ExchangeError,
+    ExchangeReport,
     Flip,
     GradientError,
     MismatchError,
@@ -33,6 +35,7 @@ from roundpipe_core import (
 from roundpipe_core._backend import outside_saves, register_backend
 
 from ._backend import JaxArrays
+from ._exchange import exchange, from_dlpack
 from ._explain import Explanation, LayerCost, explain
 from ._layers import remat_layers
 from ._policies import save_dots, save_either, save_policy
@@ -41,6 +44,8 @@ from ._runs import saved_outside
 
 __all__ = [
     "Difference",
+    "ExchangeError",
+    "ExchangeReport",
     "Explanation",
     "Flip",
     "GradientError",
@@ -62,7 +67,9 @@ __all__ = [
     "checkpoint",
     "diff",
     "doing_recompute",
+    "exchange",
     "explain",
+    "from_dlpack",
     "get_recompute_data",
     "layer_scope",
     "recompute_once",

@@ -2,6 +2,8 @@
 
 from roundpipe_core import (
     Difference,
+    ExchangeError,
+    ExchangeReport,
     Flip,
     GradientError,
     MismatchError,
@@ -31,11 +33,14 @@ from roundpipe_core import (
 from . import _backend as _backend  # makes tensors known to the core
 from ._checkpoint import checkpoint, checkpoint_sequential, recompute_contexts
 from ._errors import CheckpointMismatchError
+from ._exchange import exchange, from_dlpack
 from ._modules import remat
 
 __all__ = [
     "CheckpointMismatchError",
     "Difference",
+    "ExchangeError",
+    "ExchangeReport",
     "Flip",
     "GradientError",
     "MismatchError",
@@ -56,6 +61,8 @@ __all__ = [
     "checkpoint_sequential",
     "diff",
     "doing_recompute",
+    "exchange",
+    "from_dlpack",
     "get_recompute_data",
     "layer_scope",
     "recompute_contexts",

@@ -43,6 +43,8 @@ def both(function, label: str = "layer"):
 def test_public_names() -> None:
     assert sorted(roundpipe_core.__all__) == [
         "Difference",
+        "ExchangeError",
+        "ExchangeReport",
         "Flip",
         "GradientError",
         "MismatchError",
