@@ -265,7 +265,7 @@ def test_wrong_routing_is_told(name: str) -> None:
 
 @pytest.mark.parametrize("given_TLK", [with_value(-1, "int8"), [routing(), with_value(-1, "int8")]])
 def test_what_was_not_routed_stays_so_in_a_wider_type(given_TLK: Any) -> None:
-    with pytest.raises(TapeError, match="-1 at token [38], layer 1: not routed"):
+    with pytest.raises(TapeError, match=r"-1 at token [38], layer 1: not routed"):
         Tape.from_routing(given_TLK, experts=300)
 
 

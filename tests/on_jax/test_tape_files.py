@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from roundpipe_core._backend import backend_named
+from roundpipe_core._backend import frontend
 from roundpipe_jax import Tape, TapeError, diff, record, save_for_recompute
 
 
@@ -29,7 +29,7 @@ def test_arrays_come_back(dtype: str, tmp_path: Path) -> None:
     loaded = Tape.load(tmp_path / "a.tape")
 
     (entry,) = loaded.entries()
-    backend = backend_named("jax")
+    backend = frontend("jax")
     assert backend is not None
     back = backend.adopt(entry.value, array)
     assert (entry.item, entry.dtype, entry.value.origin) == ("[0]['a']", dtype, "jax")
