@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ._backend import backend_of
 from ._diff import TapeDiff, diff
 from ._errors import TapeError
 from ._heatmap import draw
@@ -21,6 +22,7 @@ from ._tape import Tape, integer_extremes
 __all__ = ["main"]
 
 SAME, DIFFERENT, BAD = 0, 1, 2
+_WIDTH = 60  # of a value: more would be a page
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,6 +74,7 @@ def _show(options: argparse.Namespace) -> int:
             "shape": list(entry.shape),
             "range": list(integer_extremes(entry.value) or ()),
             "below": limit,
+            "value": None if backend_of(entry.value) else repr(entry.value)[:_WIDTH],
         }
         for entry, limit in zip(tape.entries(), below, strict=True)
     ]
@@ -79,11 +82,11 @@ def _show(options: argparse.Namespace) -> int:
         _write_json({"bytes": tape.nbytes(), "entries": rows})
         return SAME
     _write_table(
-        ("layer", "save", "item", "dtype", "shape", "range", "below"),
+        ("layer", "save", "item", "dtype", "shape", "range", "below", "value"),
         [
             (
                 *(r["layer"] or "(outside)", _save(r["name"], r["scope"]), r["item"], r["dtype"], r["shape"]),
-                *("..".join(map(str, r["range"])), "" if r["below"] is None else r["below"]),
+                *("..".join(map(str, r["range"])), "" if r["below"] is None else r["below"], r["value"] or ""),
             )
             for r in rows
         ],

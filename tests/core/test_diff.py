@@ -276,6 +276,21 @@ def test_the_picture_loses_no_flip() -> None:
     assert set(grid[1]) == {0.0}
 
 
+def test_show_lists_values_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tape("left", np.zeros((2, 3), "f4"), (3, None)).save(tmp_path / "a.tape")
+
+    assert main(["show", str(tmp_path / "a.tape")]) == 0
+
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["layer", "save", "item", "dtype", "shape", "range", "below", "value"],
+        ["layer", "0", "(unnamed)", "[0]", "str", "[]", "'left'"],
+        ["layer", "1", "(unnamed)", "[0]", "float32", "[2,", "3]"],
+        ["layer", "2", "(unnamed)", "[0][0]", "int", "[]", "3..3", "3"],
+        ["layer", "2", "(unnamed)", "[0][1]", "NoneType", "[]", "None"],
+        ["4", "arrays", "and", "values,", "24", "bytes", "of", "arrays"],
+    ]
+
+
 def hostile(path: Path) -> None:
     with record() as made:
         layer("\x1b[1m[b]\n", lambda: save_for_recompute(1))
