@@ -288,11 +288,16 @@ def _decided(tape: Tape, name: str | None, item: str | None) -> Iterator[tuple[s
         if name is not None and name not in (own, (own or "").partition(" #")[0]):
             continue
         spots = zip(paths(decision.spec), decision.leaves, strict=True)
-        held = [(spot, leaf) for spot, leaf in spots if item in (None, spot) and _is_routing(leaf)]
+        axes = decision.axes or (0,) * len(decision.leaves)
+        held = [
+            (at, *spot)
+            for at, spot in zip(axes, spots, strict=True)
+            if item in (None, spot[0]) and _is_routing(spot[1])
+        ]
         if not held:
             continue
         if len(held) > 1 or (order >= 0 and order == before):
-            names = [f"{spoken(decision.key)}, item {spot}" for spot, _ in held]
+            names = [f"{spoken(decision.key)}, item {spot}" for _, spot, _ in held]
             raise TapeError(
                 message(
                     f"layer {layer!r} has more than one array of integers.",
@@ -301,7 +306,16 @@ def _decided(tape: Tape, name: str | None, item: str | None) -> Iterator[tuple[s
                 )
             )
         before = order
-        yield layer, to_host(held[0][1])
+        for host in _iterations(to_host(held[0][2]), held[0][0]):
+            yield layer, host
+
+
+def _iterations(host: HostArray, axes: int) -> Iterator[HostArray]:
+    """What each iteration of a loop over layers decided."""
+    shape = host.shape[axes:]
+    size = math.prod(shape) * itemsize_of(host.dtype)
+    for n in range(math.prod(host.shape[:axes])):
+        yield HostArray(host.dtype, shape, host.data[n * size : (n + 1) * size], host.origin)
 
 
 def _is_routing(leaf: Any) -> bool:

@@ -27,13 +27,14 @@ Scope = tuple[str, ...]
 class Decision:
     """One save."""
 
-    __slots__ = ("below", "checked", "counts", "key", "leaves", "place", "spec")
+    __slots__ = ("axes", "below", "checked", "counts", "key", "leaves", "place", "spec")
 
     def __init__(
         self, key: Key, spec: Spec, leaves: list[Any], place: Place | None = None, below: int | None = None
     ) -> None:
         self.key, self.spec, self.leaves, self.place = key, spec, leaves, place
         self.counts: dict[Any, int] = {}  # what the region had met by then, see `Entry.counts`
+        self.axes: tuple[int, ...] = ()  # of each array, how many leading axes count the iterations of loops
         self.below = below  # its integers are said to be at least 0 and below this
         self.checked = False  # and that was looked at
 
@@ -341,7 +342,7 @@ def _mapped(region: Region, change: Callable[[Any], Any]) -> Region:
     new = Region(region.label, given=region.given, scope=region.scope, rows=region.rows)
     for old in region.decisions:
         decision = Decision(old.key, old.spec, [change(leaf) for leaf in old.leaves], old.place, old.below)
-        decision.counts = old.counts
+        decision.counts, decision.axes = old.counts, old.axes
         new.decisions.append(decision)
     new.regions = [_mapped(inner, change) for inner in region.regions]
     return new

@@ -10,8 +10,9 @@ The JSON has ``arrays``, in the order in which the tape uses them, and ``root``,
 
     array     {"name", "dtype", "shape", "origin", "crc32"}      name: of the array in the file
     region    {"label", "given", "scope", "rows", "decisions", "regions"}
-    decision  {"scope", "name", "place", "below", "met", "data"}       data: as in `_values`
+    decision  {"scope", "name", "place", "below", "axes", "met", "data"}       data: as in `_values`
 
+``axes`` has, for each value of the data, how many leading axes count the iterations of loops, or nothing for none.
 ``met`` tells what the region had met between the decision before and this one: a dict, as in `_values`, of how often
 so far.
 
@@ -181,6 +182,7 @@ def _decision(layer: str, decision: Decision, before: dict[Any, int], arrays: li
         "name": name,
         "place": place,
         "below": decision.below,
+        "axes": decision.axes,
         "met": met,
         "data": data,
     }
@@ -349,19 +351,31 @@ def _read_region(data: Any, reader: Reader, depth: int) -> Region:
 
 def _read_decision(data: Any, before: dict[Any, int], reader: Reader) -> Decision:
     optional = (type(None), str)
-    data = _fields(data, "a decision", scope=list, name=optional, place=_ANY, below=_ANY, met=dict, data=_ANY)
+    data = _fields(
+        data, "a decision", scope=list, name=optional, place=_ANY, below=_ANY, axes=list, met=dict, data=_ANY
+    )
     leaves: list[Any] = []
     spec = flatten(reader.value(data["data"]), leaves, expand)
     below = data["below"]
     if below is not None and (type(below) is not int or below < 1):
         raise FaultError("a decision with a range that is none")
     decision = Decision((_scope(data), data["name"]), spec, leaves, _place(data["place"]), below)
+    decision.axes = _axes(data["axes"], leaves)
     met = reader.value(data["met"])
     if type(met) is not dict or not all(type(key) is tuple and type(n) is int for key, n in met.items()):
         raise FaultError("a decision that met what is none")
     decision.counts = {key: count for key, count in (before | met).items() if count} if met else before
     reader.spend(len(decision.counts))
     return decision
+
+
+def _axes(counts: list[Any], leaves: list[Any]) -> tuple[int, ...]:
+    shapes = [described(leaf)[1] for leaf in leaves] if counts else []
+    if len(counts) != len(shapes) or not all(
+        type(n) is int and 0 <= n <= len(shape) for n, shape in zip(counts, shapes, strict=True)
+    ):
+        raise FaultError("a decision with axes that are none")
+    return tuple(counts)
 
 
 def _place(data: Any) -> Place | None:

@@ -275,6 +275,16 @@ def test_experts_is_a_number(experts: Any) -> None:
         Tape.from_routing(routing(), experts=experts)
 
 
+def test_the_way_back_takes_loops_over_layers_apart(tmp_path: Path) -> None:
+    given_TLK = routing()
+    with record() as tape:
+        layer("loop", lambda: save_for_recompute(np.ascontiguousarray(given_TLK.transpose(1, 0, 2))))
+    next(tape.decisions())[2].axes = (1,)
+    tape.save(tmp_path / "a.tape")
+
+    assert np.array_equal(Tape.load(tmp_path / "a.tape").to_routing(), given_TLK)
+
+
 def test_the_way_back_names_what_is_missing() -> None:
     with record() as tape:
         layer("moe", lambda: save_for_recompute(np.arange(3), np.arange(4), name="plan"))

@@ -495,7 +495,7 @@ def region(**changes: Any) -> Any:
 
 
 def decision(data: Any, **changes: Any) -> Any:
-    plain = {"scope": [], "name": None, "place": None, "below": None, "met": {"dict": []}, "data": data}
+    plain = {"scope": [], "name": None, "place": None, "below": None, "axes": [], "met": {"dict": []}, "data": data}
     return plain | changes
 
 
@@ -549,6 +549,9 @@ FORGED = {
     "a negative range": (forged(region(decisions=[decision(1, below=-1)])), "a range that is none"),
     "a NaN range": (forged(region(decisions=[decision(1, below=1.5)])), "a range that is none"),
     "a place that is none": (forged(region(decisions=[decision(1, place=["a", "b"])])), "a place that is none"),
+    "axes for nobody": (forged(region(decisions=[decision(1, axes=[0, 0])])), "axes that are none"),
+    "axes of a number": (forged(region(decisions=[decision(1, axes=[1])])), "axes that are none"),
+    "axes below zero": (forged(region(decisions=[decision(1, axes=[-1])])), "axes that are none"),
     "texts that were met": (forged(region(decisions=[decision(1, met={"dict": [["a", 1]]})])), "met what is none"),
     "an unknown kind": (forged(holding({"eval": "1"})), "the unknown kind 'eval'"),
     "two kinds at once": (forged(holding({"tuple": [], "list": []})), "the unknown kind"),
