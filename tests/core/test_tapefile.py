@@ -26,7 +26,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe_core import Tape, TapeError, layer_scope, record, replay, save_for_recompute
+from roundpipe_core import Tape, TapeError, get_recompute_data, layer_scope, record, replay, save_for_recompute
 from roundpipe_core._phase import Run, open_slot, thread
 from roundpipe_core._safetensors import HEADER_LIMIT
 
@@ -73,13 +73,7 @@ def back(tape: Tape, folder: Path) -> Tape:
 def data_of(tape: Tape) -> Any:
     """What a layer gets of the tape."""
     with replay(tape):
-        return layer("moe", lambda: save_for_recompute_read())
-
-
-def save_for_recompute_read() -> Any:
-    from roundpipe_core import get_recompute_data
-
-    return get_recompute_data()
+        return layer("moe", get_recompute_data)
 
 
 def alike(one: Any, other: Any) -> bool:
