@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointError
 
-from roundpipe_core import MismatchError, MutationError, OptionError, TapeError
+from roundpipe_core import MismatchError, MutationError, OptionError
 from roundpipe_core._errors import message
 from roundpipe_core._slots import label_of
 
@@ -30,7 +30,6 @@ __all__ = [
     "other_node",
     "other_parameter",
     "sharded_inside",
-    "spread_over_ranks",
     "started_inside",
     "tensor_changed",
     "user_line",
@@ -153,17 +152,6 @@ def sharded_inside(layer: str) -> CheckpointMismatchError:
             "before. The nested backward of its first use ended its step, so the gradient would be wrong.",
             [],
             "use the default engine (use_reentrant=False), or checkpoint inside of what is sharded.",
-        )
-    )
-
-
-def spread_over_ranks(dtype: str, shape: tuple[int, ...]) -> TapeError:
-    """A DTensor has no bytes of its own to write to a file or to hand to another framework."""
-    return TapeError(
-        message(
-            f"{dtype}{list(shape)} is a DTensor, of which each rank holds a part.",
-            [],
-            "save what the rank decided, index.to_local(), or the whole on every rank, index.full_tensor().",
         )
     )
 

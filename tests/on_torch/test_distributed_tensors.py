@@ -21,7 +21,6 @@ from torch.distributed.tensor.parallel import (
 from roundpipe_core._backend import backend_of
 from roundpipe_torch import (
     GradientError,
-    TapeError,
     VerifyError,
     checkpoint,
     doing_recompute,
@@ -220,9 +219,8 @@ def test_verify_compares_what_the_rank_holds(ranks, where, rows):
 def counted(rank):
     mesh = init_device_mesh("cpu", (RANKS,))
     backend = backend_of(spread(mesh, "rows"))
-    with pytest.raises(TapeError) as caught:
+    with pytest.raises(TypeError, match="a DTensor, which is made of other tensors"):
         backend.to_host(spread(mesh, "rows"))
-    assert str(caught.value).splitlines()[0] == "int64[6, 2] is a DTensor, of which each rank holds a part."
     with pytest.raises(GradientError, match="requires grad"):
         checkpoint(lambda x: save_for_recompute(x)[0], distribute_tensor(leaf(T, D), mesh, [Shard(0)]))
     return [backend.nbytes(spread(mesh, where)) for where in placements()]
