@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from roundpipe_torch import CheckpointMismatchError, SlotError, checkpoint, doing_recompute, save_for_recompute
 from tests.on_torch.oracle import leaf
-from tests.on_torch.ranks import NO_ANSWER, RANKS, Ranks
+from tests.on_torch.ranks import NO_ANSWER, RANKS, SECONDS, Ranks
 
 T, D = 8, 6
 LIMIT = 1.5  # of a collective, where the failing rank lives on
@@ -94,6 +94,7 @@ def test_the_others_end_with_the_process_that_failed():
     ((error, seconds), fault), ended = Ranks().answers(ending)
 
     assert fault is None
-    assert "Connection closed by peer" in error
-    assert seconds < 10
+    assert "gloo/transport" in error  # the connection closed, or was reset
+    assert "Timed out" not in error
+    assert seconds < SECONDS / 2
     assert ended == (None, NO_ANSWER)
