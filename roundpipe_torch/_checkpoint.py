@@ -15,6 +15,7 @@ from roundpipe_core import layer_scope
 from roundpipe_core._phase import Phase, Run, open_slot, thread
 from roundpipe_core._slots import Slot, label_of
 
+from . import _compile
 from ._errors import wrong_option
 from ._frames import Frame, Options, TorchRun
 from ._inputs import line_up
@@ -75,6 +76,8 @@ def checkpoint(
 
     Implements R1, R7 to R11.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _compile.region(function, args, kwargs, {"context_fn": context_fn})
     if (
         context_fn is torch_checkpoint.noop_context_fn
         and determinism_check == "default"

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+from . import _compile
 from ._checkpoint import options_from, run_region
 from ._errors import wrong_option
 
@@ -66,6 +67,8 @@ def remat(target: Any = None, **options: Any) -> Any:
 
 
 def _call(function: Callable[..., Any], options: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if torch.compiler.is_dynamo_compiling():
+        return _compile.region(function, args, kwargs, options)
     rest = dict(options)
     use_reentrant = bool(rest.pop("use_reentrant", False))
     return run_region(function, args, kwargs, options_from(function, **rest), use_reentrant)

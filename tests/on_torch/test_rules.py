@@ -32,6 +32,7 @@ def test_the_functions_are_the_cores_own() -> None:  # R14
         assert getattr(roundpipe_torch, name) is getattr(roundpipe_core, name)
     assert sorted(set(roundpipe_torch.__all__) - set(roundpipe_core.__all__)) == [
         "CheckpointMismatchError",
+        "CompileError",
         "__version__",
         "checkpoint",
         "checkpoint_sequential",

@@ -1,0 +1,51 @@
+"""Keeping torch.compile out of this library's own code, which runs between compiled parts.
+
+Where a graph is split, Dynamo looks at every function that is called next and would compile it. Ours ask for the phase
+of the moment, move it and hold hooks; they must be run. The layers that they call are still compiled.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["run_uncompiled"]
+
+
+def run_uncompiled(*packages: str) -> None:
+    """Make Dynamo run the functions of `packages` as they are. Without loading it; by code object, so at no cost."""
+    dynamo: Any = torch._C._dynamo.eval_frame
+    strategy = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT)
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in packages:
+            for code in _codes_of(vars(module), name):
+                dynamo.set_code_exec_strategy(code, strategy)
+
+
+def _codes_of(names: Any, module: str) -> Iterator[types.CodeType]:
+    for value in list(names.values()):
+        if isinstance(value, type) and value.__module__ == module:
+            yield from _codes_of(vars(value), module)
+        for function in _functions_of(value):
+            if function.__module__ == module:
+                yield from _nested(function.__code__)
+
+
+def _functions_of(value: Any) -> Iterator[types.FunctionType]:
+    if isinstance(value, property):
+        value = value.fget
+    value = getattr(value, "__func__", value)  # of static and class methods
+    value = getattr(value, "__wrapped__", value)
+    if isinstance(value, types.FunctionType):
+        yield value
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)
