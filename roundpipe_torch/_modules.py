@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import types
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
@@ -109,7 +108,7 @@ class _Forward:
         self._forward = forward
 
     def __get__(self, module: Any, owner: type | None = None) -> Any:
-        return self._forward if module is None else types.MethodType(self._forward, module)
+        return self._forward if module is None else self._forward.__get__(module)
 
     def __set__(self, module: Any, forward: Callable[..., Any]) -> None:
         module.__dict__["forward"] = forward

@@ -276,12 +276,32 @@ def _default_device() -> torch.device | None:
 _AS_IT_IS = contextlib.nullcontext()
 
 
-class Ambient:
-    """Autocast, the default device and global settings at one moment."""
+class _Compiling:
+    """Lets torch.compile see the functions that are called, or not, as it did at another moment.
 
-    __slots__ = ("_autocast", "_device", "_values")
+    A layer whose forward was compiled, because the code around it is, must not run uncompiled in the recompute.
+    """
+
+    def __init__(self, callback: Any) -> None:
+        self._callback = callback
+
+    def __enter__(self) -> None:
+        self._before = _dynamo.set_eval_frame(self._callback)
+
+    def __exit__(self, *exc: object) -> None:
+        _dynamo.set_eval_frame(self._before)
+
+
+_dynamo: Any = torch._C._dynamo.eval_frame
+
+
+class Ambient:
+    """Autocast, the default device, global settings and the compiler at one moment."""
+
+    __slots__ = ("_autocast", "_compiler", "_device", "_values")
 
     def __init__(self) -> None:
+        self._compiler = _dynamo.get_eval_frame_callback()
         self._values = [read() for read in _READERS]
         self._autocast = _autocast()
         self._device = _default_device()
@@ -290,7 +310,8 @@ class Ambient:
         """A context in which all of it is as it was then."""
         values = [read() for read in _READERS]
         autocast = self._autocast or torch._C._is_any_autocast_enabled()
-        if values == self._values and not autocast and self._device == _default_device():
+        compiler = self._compiler is not _dynamo.get_eval_frame_callback()
+        if values == self._values and not autocast and self._device == _default_device() and not compiler:
             return _AS_IT_IS
         with contextlib.ExitStack() as stack:
             if values != self._values:
@@ -303,4 +324,6 @@ class Ambient:
                     stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype, cache_enabled=cache))
             if self._device != _default_device():
                 stack.enter_context(self._device or torch.device("cpu"))
+            if compiler:
+                stack.enter_context(_Compiling(self._compiler))
             return stack.pop_all()

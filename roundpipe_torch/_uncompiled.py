@@ -44,8 +44,13 @@ def _functions_of(value: Any) -> Iterator[types.FunctionType]:
         yield value
 
 
+_COMPILED = ("remat.<locals>.checkpointed", "_Forward.__init__.<locals>.forward")
+"""What a user may hand to torch.compile itself. These only call something of ours, which decides what is done."""
+
+
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
+    if code.co_qualname not in _COMPILED:
+        yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _nested(constant)
