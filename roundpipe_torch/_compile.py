@@ -25,7 +25,7 @@ from roundpipe_core._slots import label_of
 from . import _tracing
 from ._decided import decided
 
-__all__ = ["region"]
+__all__ = ["contexts", "region"]
 
 T = TypeVar("T")
 
@@ -40,6 +40,8 @@ def region(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     for name, value in options.items():
         if name not in _WITHOUT_MEANING and value not in _NOT_ASKED_FOR:
             _tracing.refuse(f"the option {name}={value!r} cannot be honoured in a compiled graph.", _TURN_OFF)
+    if options.get("determinism_check", "default") not in ("default", "none"):
+        _tracing.refuse_option("determinism_check must be one of 'default', 'none'.", "pass determinism_check='default'.")
     label = options.get("label") or label_of(function)
 
     def run() -> Any:
@@ -63,6 +65,15 @@ _WITHOUT_MEANING = (
 )
 _NOT_ASKED_FOR = (None, False, "off")
 _TURN_OFF = "leave it out, or call the layer outside of what torch.compile compiles."
+
+
+def contexts() -> tuple[Any, Any]:
+    """What `recompute_contexts` gives to torch's own checkpoint where that is compiled."""
+    return torch_checkpoint.create_selective_checkpoint_contexts(_all_again)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _all_again(context: Any, operator: Any, *args: Any, **kwargs: Any) -> torch_checkpoint.CheckpointPolicy:
+    return torch_checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def doing_recompute() -> bool:

@@ -199,3 +199,6 @@ def user_line() -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith((*_OURS, _TORCH)):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+user_line._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called, not traced, by torch.compile

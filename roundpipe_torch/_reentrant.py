@@ -26,6 +26,7 @@ from ._errors import drawn_in_a_crowd, drawn_in_another_layout, started_inside, 
 from ._frames import Options, TorchRun, is_told
 from ._matching import Trace, other_layout, region_codes
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replayed
+from ._uncompiled import run_as_it_is
 
 __all__ = ["reentrant"]
 
@@ -95,6 +96,7 @@ class _Region:
             raise started_inside(self.slot.label)
         return leaves
 
+    @run_as_it_is
     def replay(self, tensors: tuple[torch.Tensor, ...]) -> list[Any]:
         """The leaves of the outputs of a recompute."""
         leaves, drew = replayed(partial(self._replay, tensors), self.crowded)

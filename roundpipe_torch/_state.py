@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -107,6 +108,11 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.drew = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What a compiled layer runs is seen too; other modes keep a layer from being run compiled."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -293,6 +299,19 @@ class _Compiling:
 
 
 _dynamo: Any = torch._C._dynamo.eval_frame
+_by_age = False
+
+
+def _choose_by_age() -> None:
+    """Let Dynamo try the graphs of a function from the oldest on, and not from the one that ran last.
+
+    Otherwise the recompute may run a graph for any sizes where the forward ran an older one for its very sizes. What
+    they save differs.
+    """
+    global _by_age
+    if "torch._dynamo" in sys.modules:
+        _by_age = True
+        _dynamo._set_lru_cache(False)  # process-wide; torch's checkpoint advises the same
 
 
 class Ambient:
@@ -302,6 +321,8 @@ class Ambient:
 
     def __init__(self) -> None:
         self._compiler = _dynamo.get_eval_frame_callback()
+        if not _by_age:
+            _choose_by_age()
         self._values = [read() for read in _READERS]
         self._autocast = _autocast()
         self._device = _default_device()

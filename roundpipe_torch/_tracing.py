@@ -28,6 +28,7 @@ __all__ = [
     "refuse",
     "refuse_gradient",
     "refuse_object",
+    "refuse_option",
     "refuse_read",
     "set_deciding",
     "split",
@@ -99,7 +100,8 @@ def begin(label: str) -> None:
 
     learn_to_trace()
     _this_region().label = label
-    backend = getattr(innermost_backend(_translator().output.compiler_fn), "__name__", "")
+    compiler = innermost_backend(_translator().output.compiler_fn)
+    backend = getattr(getattr(compiler, "compiler_fn", compiler), "__name__", "")
     if backend in _WITHOUT_AUTOGRAD:
         _stop(
             CompileError,
@@ -193,6 +195,12 @@ def refuse_read() -> None:
 def refuse(what: str, way_out: str) -> None:
     """Something that a compiled region cannot do."""
     _stop(CompileError, what, way_out)
+
+
+@_at_trace_time
+def refuse_option(what: str, way_out: str) -> None:
+    """An option has a value that it does not take."""
+    _stop(OptionError, what, way_out)
 
 
 @_at_trace_time

@@ -8,12 +8,24 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["run_uncompiled"]
+__all__ = ["run_as_it_is", "run_uncompiled"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def run_as_it_is(function: F) -> F:
+    """What `torch.compiler.disable` does to code that calls `function`, without loading the compiler.
+
+    For what Dynamo would trace into: autograd calls it, and compiled autograd traces what autograd calls.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "a recompute is run, not traced"  # type: ignore[attr-defined]
+    return function
 
 
 def run_uncompiled(*packages: str) -> None:
