@@ -57,14 +57,15 @@ def _nodes_of(value: Any, tracer: Any) -> Iterator[torch.fx.Node]:
 
 
 def _keep(node: torch.fx.Node) -> None:
-    """Do not compute again what made this value."""
+    """Do not compute again what made this value, nor what the compiler will merge with it."""
     maker = _maker(node)
     if maker.op != "call_function":
         return  # an argument
-    maker.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    for result in maker.users:  # all results of one operator, or it would have to run for the others
-        if result.target is operator.getitem:
-            result.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    for one in (maker, *_twins(maker)):
+        one.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        for result in one.users:  # all results of one operator, or it would have to run for the others
+            if result.target is operator.getitem:
+                result.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _maker(node: torch.fx.Node) -> torch.fx.Node:
@@ -74,3 +75,35 @@ def _maker(node: torch.fx.Node) -> torch.fx.Node:
         if not (isinstance(source.target, torch._ops.OpOverload) and source.target.is_view):
             return source
         node = source.all_input_nodes[0]
+
+
+def _twins(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """Earlier nodes that compute the same: of these and `node`, only the first will be left, with its mark."""
+    for other in node.graph.find_nodes(op="call_function", target=node.target, sort=False):
+        if other is not node and _same(node, other):
+            yield other
+
+
+def _same(one: torch.fx.Node, other: torch.fx.Node) -> bool:
+    pairs, seen = [(one, other)], set()
+    while pairs:
+        pair = pairs.pop()
+        if pair[0] is pair[1] or pair in seen:
+            continue
+        seen.add(pair)
+        if pair[0].op != "call_function" or pair[0].target is not pair[1].target or _draws(pair[0]):
+            return False
+        inputs = [node.all_input_nodes for node in pair]
+        if len(inputs[0]) != len(inputs[1]) or _constants(pair[0]) != _constants(pair[1]):
+            return False
+        pairs += zip(*inputs, strict=True)
+    return True
+
+
+def _draws(node: torch.fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _constants(node: torch.fx.Node) -> Any:
+    """The arguments, with all that nodes compute left out."""
+    return torch.fx.map_arg((node.args, node.kwargs), lambda _: None)
