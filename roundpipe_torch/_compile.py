@@ -41,7 +41,9 @@ def region(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         if name not in _WITHOUT_MEANING and value not in _NOT_ASKED_FOR:
             _tracing.refuse(f"the option {name}={value!r} cannot be honoured in a compiled graph.", _TURN_OFF)
     if options.get("determinism_check", "default") not in ("default", "none"):
-        _tracing.refuse_option("determinism_check must be one of 'default', 'none'.", "pass determinism_check='default'.")
+        _tracing.refuse_option(
+            "determinism_check must be one of 'default', 'none'.", "pass determinism_check='default'."
+        )
     label = options.get("label") or label_of(function)
 
     def run() -> Any:
