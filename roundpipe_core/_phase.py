@@ -181,7 +181,8 @@ class Run:
 
 
 class _Thread(threading.local):
-    run: Run | None = None
+    def __init__(self) -> None:  # in each thread. Not a default of the class, which compilers would take for constant
+        self.run: Run | None = None
 
 
 thread = _Thread()

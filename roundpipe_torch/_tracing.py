@@ -71,11 +71,8 @@ def _region() -> _Region | None:
     if tracer is None:
         return None
     if between is not None:
-        _stop(
-            CompileError,
-            f"a decision of a checkpointed layer is made inside {between}, which torch.compile keeps as a whole.",
-            "save outside of it.",
-        )
+        text = f"a checkpointed layer makes a decision inside {between}, which torch.compile keeps as a whole."
+        raise _ending_the_graph(CompileError, "UncapturedHigherOrderOpError")(message(text, [], "save outside of it."))
     region: _Region = vars(tracer).setdefault("_roundpipe", _Region())
     return region
 
@@ -217,11 +214,12 @@ def _stop(kind: type[RoundPipeError], what: str, way_out: str, *facts: tuple[str
     raise _ending_the_graph(kind)(message(what, [*facts, ("at", where(_user_place()))], way_out))
 
 
-def _ending_the_graph(kind: type[RoundPipeError]) -> type[RoundPipeError]:
-    """`kind`, as an error on which Dynamo splits the graph or, if it may not, gives up."""
-    from torch._dynamo.exc import Unsupported
+def _ending_the_graph(kind: type[RoundPipeError], dynamos: str = "Unsupported") -> type[RoundPipeError]:
+    """`kind`, as one of Dynamo's errors: by default that on which it splits the graph or, if it may not, gives up."""
+    from torch._dynamo import exc
 
-    return type(kind.__name__, (Unsupported, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (getattr(exc, dynamos), kind), names)
 
 
 def _user_place() -> Place:

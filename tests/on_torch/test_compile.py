@@ -63,6 +63,8 @@ PLACES = [inside, around, around_in_parts]
 @pytest.mark.parametrize("layer", STYLES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_style_is_right_in_every_place(place: Any, layer: Any, backend: str) -> None:
+    if backend == "inductor" and place is around_in_parts and layer is not branch:
+        pytest.skip("one style shows it, and inductor takes long")
     step = place(layer, backend)
     oracle = (lambda x: layer(x) @ WEIGHTS[0]) if place is around_in_parts else layer
     # What is handed to save_for_recompute is computed in both phases where both run this line (R2).

@@ -61,7 +61,7 @@ def plain(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-def decided_once(scenario: Any, *, weights: list[torch.Tensor] = WEIGHTS, tokens: tuple[int, ...] = (5, 9)) -> Graphs:
+def decided_once(scenario: Any, *, weights: list[torch.Tensor] = WEIGHTS, tokens: tuple[int, ...] = (5,)) -> Graphs:
     """Assert that `scenario` is right as one compiled graph, to the bit, and decides in its forward only."""
     graphs = Graphs()
     step = graphs.compile(functools.partial(scenario, checkpoint), fullgraph=True)
