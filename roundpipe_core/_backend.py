@@ -12,10 +12,11 @@ from ._host import HostArray, HostArrays
 
 __all__ = [
     "Backend",
-    "backend_named",
+    "Frontend",
     "backend_of",
     "compare",
     "expand",
+    "frontend",
     "nbytes",
     "numpys",
     "only_frontend",
@@ -79,6 +80,21 @@ class Backend(Protocol):
         """
 
 
+class Frontend(Backend, Protocol):
+    """The backend of a framework that differentiates."""
+
+    def distance(self, one: Any, two: Any) -> float:
+        """Norm of the difference over the norm of `one`, in float64; the former if `one` is zero."""
+
+    def value_and_gradient(
+        self, function: Callable[..., Any], weights: Any, inputs: Sequence[Any], tape: Any
+    ) -> tuple[Any, Any, Any]:
+        """Loss, outputs and gradient along `weights` of `function(weights, *inputs)`, replaying `tape` if it is one.
+
+        `function` gives the loss, or the loss and outputs. The gradient has the structure of `weights`.
+        """
+
+
 class _NumpyArrays:
     """numpy arrays. They have no version counter, so they are copied both ways (R6)."""
 
@@ -138,7 +154,7 @@ def _cast(array: Any, dtype: Any) -> Any:
     return cast
 
 
-_frontends: list[Backend] = []
+_frontends: list[Frontend] = []
 outside_saves: list[Callable[[tuple[Any, ...]], tuple[Any, ...]]] = []
 """What frontends make of data that is saved where no region runs: another checkpointing may want to know of it."""
 numpys: Backend = _NumpyArrays()
@@ -146,7 +162,7 @@ _always: tuple[Backend, ...] = (numpys, HostArrays())
 _by_type: dict[type, Backend | None] = {}
 
 
-def register_backend(backend: Backend) -> None:
+def register_backend(backend: Frontend) -> None:
     """Make the arrays of `backend` known. Called once, when its frontend is imported."""
     _frontends.append(backend)
     _by_type.clear()
@@ -182,9 +198,9 @@ def to_host(array: Any) -> HostArray:
     return backend.to_host(array)
 
 
-def backend_named(name: str) -> Backend | None:
+def frontend(name: str) -> Frontend | None:
     """The frontend of that name, if it is loaded."""
-    return next((backend for backend in (*_frontends, *_always) if backend.name == name), None)
+    return next((known for known in _frontends if known.name == name), None)
 
 
 def only_frontend() -> Backend | None:

@@ -7,7 +7,9 @@
     ├── MutationError   (also RuntimeError)    an input changed between the phases          R6
     ├── MismatchError   (also RuntimeError)    the phases differ in what backward needs     R10
     ├── TapeError       (also ValueError)      a tape does not fit the model, or is none        R13
+    ├── ParityError     (also AssertionError)  a port differs from its original
     ├── OptionError     (also TypeError and ValueError)  an option that does not exist or cannot be
+    ├── ExchangeError   (also ValueError and BufferError)  an array cannot be taken in as asked
     └── VerifyError     (also RuntimeError)    `verify="raise"` found a changed decision
 
     UserWarning
@@ -22,11 +24,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 __all__ = [
+    "ExchangeError",
     "Flip",
     "GradientError",
     "MismatchError",
     "MutationError",
     "OptionError",
+    "ParityError",
     "PhaseError",
     "RoundPipeError",
     "SlotError",
@@ -65,8 +69,16 @@ class TapeError(RoundPipeError, ValueError):
     """A tape does not fit what it is replayed with, or a file is not a tape (R13)."""
 
 
+class ParityError(RoundPipeError, AssertionError):
+    """A model and its port are further apart than they may be."""
+
+
 class OptionError(RoundPipeError, TypeError, ValueError):
     """An option does not exist, or its value is not one it takes."""
+
+
+class ExchangeError(RoundPipeError, ValueError, BufferError):
+    """An array of another framework has no values to take, or cannot be taken as asked."""
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Literal
 
-from ._backend import backend_named, backend_of, expand, only_frontend, origin_of
+from ._backend import backend_of, expand, frontend, numpys, only_frontend, origin_of
 from ._errors import OptionError, PhaseError, TapeError, message
 from ._host import kind_of
 from ._phase import Phase, Run, thread
-from ._slots import NOTHING, Entry, Place, Slot, label_of, row_counts, spoken, where
+from ._slots import NOTHING, AutoLabel, Entry, Place, Slot, label_of, row_counts, spoken, where
 from ._tape import (
     ONCE,
+    OUTSIDE,
     Decision,
     Region,
     Scope,
@@ -49,13 +50,21 @@ class _TapeRun(Run):
         backend = backend_of(like)
         if backend is not None:
             return backend.adopt(leaf, like)
-        own = backend_of(leaf)
-        home = backend_named(origin_of(leaf)) or only_frontend()
-        return leaf if home is None or home is own else home.adopt(leaf, None)
+        if origin_of(leaf) == "numpy":
+            return numpys.adopt(leaf, None)
+        home = frontend(origin_of(leaf)) or only_frontend()
+        return leaf if home is None or home is backend_of(leaf) else home.adopt(leaf, None)
 
     def _next(self, name: str | None) -> str | None:
         count = self.count(("saved outside of regions", *self.scope, name))
-        return name if count == 0 else f"{name or ''} #{count}"
+        return _numbered(name, count)
+
+
+_UNNAMED = "(unnamed)"
+
+
+def _numbered(name: str | None, count: int) -> str | None:
+    return name if count == 0 else f"{name or _UNNAMED} #{count}"
 
 
 class record:  # noqa: N801 - used like a function
@@ -73,23 +82,22 @@ class record:  # noqa: N801 - used like a function
     5
 
     The tape is complete when the block has ended. It takes what checkpointed layers save, gradients on or off, in the
-    order in which they ran, and what is saved outside of them. Only this thread is recorded. A recording inside another
-    is a part of the other's tape, too.
+    order in which they ran, and what is saved outside of them. Only this thread is recorded.
 
     Raises:
-        PhaseError: begun inside a checkpointed layer or a replay.
+        PhaseError: begun inside a checkpointed layer, a recording or a replay.
 
     Implements R13.
     """
 
-    __slots__ = ("_outer", "_run", "_tape")
+    __slots__ = ("_run", "_tape")
 
     def __init__(self) -> None:
         self._run: Run | None = None
 
     def __enter__(self) -> Tape:
-        self._outer = _outermost(self, self._run, "record")
-        slot = Slot("tape")
+        _refuse_inside("record")
+        slot = Slot(AutoLabel(OUTSIDE))
         slot.rows = frozenset()
         self._tape = Tape()
         self._run = thread.run = _TapeRun(Phase.FORWARD, slot)
@@ -98,23 +106,11 @@ class record:  # noqa: N801 - used like a function
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> Literal[False]:
-        run, self._run, outer = self._run, None, self._outer
-        thread.run = outer
+        run, self._run = self._run, None
+        thread.run = None
         assert run is not None
         self._tape.root = taken_from(run.slot)
-        if outer is not None:
-            _append(outer, run.slot)
         return False
-
-
-def _append(outer: Run, slot: Slot) -> None:
-    """Make what `slot` holds a part of the recording around it."""
-    for (scope, name), entry in slot.entries.items():
-        plain = None if name is None else name.partition(" #")[0] or None
-        count = outer.count(("saved outside of regions", *scope, plain))
-        outer.slot.entries[scope, plain if count == 0 else f"{plain or ''} #{count}"] = entry
-    for key, children in slot.children.items():
-        outer.slot.children.setdefault(key, []).extend(children)
 
 
 class replay:  # noqa: N801 - used like a function
@@ -161,7 +157,7 @@ class replay:  # noqa: N801 - used like a function
         self._run: Run | None = None
 
     def __enter__(self) -> Tape:
-        _outermost(self, self._run, "replay")
+        _refuse_inside("replay")
         for layer, _, decision in self._tape.decisions():
             check_range(layer, decision)
             _check_below(layer, decision, self._below)
@@ -179,14 +175,13 @@ class replay:  # noqa: N801 - used like a function
         return False
 
 
-def _outermost(block: object, running: Run | None, name: str) -> Run | None:
+def _refuse_inside(name: str) -> None:
     outer = thread.run
-    recording = isinstance(outer, _TapeRun) and outer.phase is Phase.FORWARD
-    if outer is None or (recording and name == "record"):
-        return outer
+    if outer is None:
+        return
     inside = f"layer {outer.slot.label!r}"
     if isinstance(outer, _TapeRun):
-        inside = "a recording" if recording else "a replay"
+        inside = "a recording" if outer.phase is Phase.FORWARD else "a replay"
     raise PhaseError(
         message(
             f"{name}() was begun inside {inside}.",
@@ -249,14 +244,13 @@ def _taped(slot: Slot) -> TapedSlot:
 class TapedSlot(Slot):
     """A slot that a tape has filled. Labels are those of another process, maybe of another framework."""
 
-    __slots__ = ("_by_order", "_given", "device", "sequence", "tape")
+    __slots__ = ("_by_order", "device", "sequence", "tape")
 
     def __init__(self, region: Region, tape: Tape) -> None:
-        super().__init__(region.label)
+        super().__init__(region.label if region.given else AutoLabel(region.label))
         self.tape = tape
         self.device: Any = None
         self.rows = region.rows
-        self._given = region.given
         self.sequence = [TapedSlot(inner, tape) for inner in region.regions]
         for inner, slot in zip(region.regions, self.sequence, strict=True):
             self.children.setdefault((inner.scope, inner.label), []).append(slot)
@@ -268,12 +262,13 @@ class TapedSlot(Slot):
                 self._by_order.setdefault(scope, []).append(name)
 
     def met(self, scope: Scope, label: Any, count: int, taken: set[Slot]) -> Slot:
-        name = label if isinstance(label, str) else portable(label_of(label))
+        chosen_by_user = isinstance(label, str) and not isinstance(label, AutoLabel)
+        name = label if chosen_by_user else portable(label_of(label))
         alike = self.children.get((scope, name))
         chosen = next((slot for slot in alike or self._in(scope) if slot not in taken), None)
         if chosen is None:
             raise self._missing(scope, name)
-        if alike is None and isinstance(label, str) and _taped(chosen)._given:
+        if alike is None and chosen_by_user and chosen.given:
             raise self._other_label(name, chosen.label)
         taken.add(chosen)
         return chosen

@@ -17,7 +17,7 @@ from ._backend import Backend, backend_of, compare, expand, nbytes
 from ._errors import Flip, GradientError, SlotError, message
 from ._trees import Spec, flatten, paths, unflatten
 
-__all__ = ["NOTHING", "Entry", "Key", "Place", "Slot", "label_of", "row_counts", "spoken", "where"]
+__all__ = ["NOTHING", "AutoLabel", "Entry", "Key", "Place", "Slot", "label_of", "row_counts", "spoken", "where"]
 
 Key = tuple[tuple[str, ...], str | None]
 """The scopes that were open, outermost first, and the name (None: the unnamed save)."""
@@ -27,6 +27,12 @@ Place = tuple[str, int]
 
 NOTHING: Any = object()
 """Stands for data that a layer did not decide itself."""
+
+
+class AutoLabel(str):
+    """A label that nobody chose. Where a tape is replayed it does not have to agree."""
+
+    __slots__ = ()
 
 
 class Entry:
@@ -143,6 +149,11 @@ class Slot:
     def line_up(self, shapes: Iterable[tuple[int, ...]], device: Any) -> None:
         """Note what the region was called with, for a tape (R13). Frontends call it where `rows` is not None."""
         self.rows = row_counts(shapes)
+
+    @property
+    def given(self) -> bool:
+        """Whether the user chose the label."""
+        return isinstance(self._label, str) and not isinstance(self._label, AutoLabel)
 
     def write(self, key: Key, data: Any, place: Place) -> Entry:
         """Store `data`. A second time under the same key is an error (R4)."""

@@ -19,6 +19,7 @@ from ._trees import LEAF, Node, Spec, paths
 __all__ = ["Decision", "Region", "Skeleton", "Tape", "TapeEntry", "portable", "taken_from"]
 
 ONCE = "recompute_once("
+OUTSIDE = "outside of layers"
 Scope = tuple[str, ...]
 
 
@@ -89,7 +90,7 @@ class Tape:
     __slots__ = ("_owned", "root")
 
     def __init__(self, root: Region | None = None) -> None:
-        self.root = root or Region("tape", given=False)
+        self.root = root or Region(OUTSIDE, given=False)
         self._owned: dict[Any, Any] = {}  # what frontends have made of it, such as copies of its arrays
 
     def __repr__(self) -> str:
@@ -250,9 +251,8 @@ def portable_name(name: str | None) -> str | None:
 
 def taken_from(slot: Slot, scope: Scope = ()) -> Region:
     """The region of a slot that a forward has filled."""
-    given = isinstance(slot._label, str)
-    label = slot.label if given else portable(slot.label)
-    region = Region(label, given=given, scope=scope, rows=slot.rows or frozenset())
+    label = slot.label if slot.given else portable(slot.label)
+    region = Region(label, given=slot.given, scope=scope, rows=slot.rows or frozenset())
     region.decisions = [_decision(key, entry) for key, entry in slot.entries.items()]
     inner = [(key[0], child) for key, children in slot.children.items() for child in children]
     inner.sort(key=lambda pair: pair[1].born)

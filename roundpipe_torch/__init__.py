@@ -1,11 +1,14 @@
 """Activation checkpointing for PyTorch that remembers its decisions."""
 
 from roundpipe_core import (
+    ExchangeError,
+    ExchangeReport,
     Flip,
     GradientError,
     MismatchError,
     MutationError,
     OptionError,
+    ParityError,
     PhaseError,
     RoundPipeError,
     SlotError,
@@ -27,17 +30,22 @@ from roundpipe_core import (
 from . import _backend as _backend  # makes tensors known to the core
 from ._checkpoint import checkpoint, checkpoint_sequential, recompute_contexts
 from ._errors import CheckpointMismatchError, CompileError
+from ._errors import CheckpointMismatchError
+from ._exchange import exchange, from_dlpack
 from ._modules import remat
 from ._uncompiled import run_uncompiled
 
 __all__ = [
     "CheckpointMismatchError",
     "CompileError",
+    "ExchangeError",
+    "ExchangeReport",
     "Flip",
     "GradientError",
     "MismatchError",
     "MutationError",
     "OptionError",
+    "ParityError",
     "PhaseError",
     "RoundPipeError",
     "SlotError",
@@ -50,6 +58,8 @@ __all__ = [
     "checkpoint",
     "checkpoint_sequential",
     "doing_recompute",
+    "exchange",
+    "from_dlpack",
     "get_recompute_data",
     "layer_scope",
     "recompute_contexts",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,8 +11,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree
 
-from roundpipe_core._backend import backend_of, numpys, origin_of, register_backend, to_host
+from roundpipe_core import Tape, replay
+from roundpipe_core._backend import backend_of, expand, numpys, origin_of, register_backend, to_host
 from roundpipe_core._host import HostArray
+from roundpipe_core._replay import TapedSlot
+from roundpipe_core._trees import flatten, unflatten
 
 __all__ = ["TorchBackend", "adopted"]
 
@@ -84,6 +88,30 @@ class TorchBackend:
     def adopt(self, array: Any, like: Any) -> torch.Tensor:
         return _converted(array, *((None, None) if like is None else (like.dtype, like.device)))
 
+    def distance(self, one: torch.Tensor, two: torch.Tensor) -> float:
+        wide = torch.complex128 if one.is_complex() or two.is_complex() else torch.float64
+        a, b = one.detach().cpu().to(wide), two.detach().cpu().to(wide)
+        norm = float(torch.linalg.vector_norm(a))
+        return float(torch.linalg.vector_norm(a - b)) / (norm or 1.0)
+
+    def value_and_gradient(
+        self, function: Callable[..., Any], weights: Any, inputs: Sequence[Any], tape: Tape | None
+    ) -> tuple[Any, Any, Any]:
+        leaves: list[Any] = []
+        spec = flatten(weights, leaves, expand)
+        leaves = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        trained = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+        for leaf in trained:
+            leaf.requires_grad_()
+        with torch.enable_grad(), replay(tape) if tape is not None else contextlib.nullcontext():
+            result = function(unflatten(spec, iter(leaves)), *inputs)
+        loss, outputs = result if isinstance(result, tuple) else (result, None)
+        loss.backward()
+        gradients = iter([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in trained])
+        known = {id(leaf) for leaf in trained}
+        tree = unflatten(spec, (next(gradients) if id(leaf) in known else None for leaf in leaves))
+        return loss.detach(), outputs, tree
+
 
 _NO_EXTREMES = (torch.uint16, torch.uint32, torch.uint64)
 
@@ -96,7 +124,7 @@ def from_host(host: HostArray) -> torch.Tensor:
     return torch.frombuffer(bytearray(host.data), dtype=dtype).reshape(host.shape)
 
 
-def adopted(slot: Any, leaf: Any, like: Any) -> Any:
+def adopted(slot: TapedSlot, leaf: Any, like: Any) -> Any:
     """`leaf` of a tape, as the region that replays `slot` shall get it."""
     backend = backend_of(like)
     if backend is not None and backend.name != "torch":

@@ -10,6 +10,8 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+from roundpipe_core._slots import AutoLabel
+
 from . import _compile
 from ._checkpoint import options_from, run_region
 from ._errors import wrong_option
@@ -108,7 +110,8 @@ class _Forward:
         self._forward = forward
 
     def __get__(self, module: Any, owner: type | None = None) -> Any:
-        return self._forward if module is None else self._forward.__get__(module)
+        forward: Any = self._forward
+        return forward if module is None else forward.__get__(module)
 
     def __set__(self, module: Any, forward: Callable[..., Any]) -> None:
         module.__dict__["forward"] = forward
@@ -117,7 +120,8 @@ class _Forward:
 def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     cls = type(module)
     inner = module.__dict__.get("forward") or functools.partial(cls._remat_original.forward, module)
-    return _call(inner, {"label": cls.__qualname__, **cls._remat_options}, args, kwargs)
+    label = cls.__qualname__ if torch.compiler.is_dynamo_compiling() else AutoLabel(cls.__qualname__)
+    return _call(inner, {"label": label, **cls._remat_options}, args, kwargs)
 
 
 def _remat_module(module: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Module:

@@ -42,11 +42,14 @@ def both(function, label: str = "layer"):
 
 def test_public_names() -> None:
     assert sorted(roundpipe_core.__all__) == [
+        "ExchangeError",
+        "ExchangeReport",
         "Flip",
         "GradientError",
         "MismatchError",
         "MutationError",
         "OptionError",
+        "ParityError",
         "PhaseError",
         "RoundPipeError",
         "SlotError",
