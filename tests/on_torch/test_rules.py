@@ -36,6 +36,8 @@ def test_the_functions_are_the_cores_own() -> None:  # R14
         "__version__",
         "checkpoint",
         "checkpoint_sequential",
+        "exchange",
+        "from_dlpack",
         "recompute_contexts",
         "remat",
     ]
