@@ -164,7 +164,7 @@ def _collect(value: Any, at: str, key: str, tensors: list[torch.Tensor], numbers
     elif isinstance(value, (tuple, list, set, frozenset, collections.deque)):
         for n, item in enumerate(value):
             _collect(item, f"{at}[{n}]", key, tensors, numbers)
-    elif dataclasses.is_dataclass(value):
+    elif type(value).__name__ != "ndarray" and dataclasses.is_dataclass(value):  # Dynamo cannot ask an ndarray
         for field in dataclasses.fields(value):
             _collect(getattr(value, field.name), f"{at}.{field.name}", key, tensors, numbers)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
@@ -110,8 +111,11 @@ class _Forward:
         self._forward = forward
 
     def __get__(self, module: Any, owner: type | None = None) -> Any:
-        forward: Any = self._forward
-        return forward if module is None else forward.__get__(module)
+        if module is None:
+            return self._forward
+        if torch.compiler.is_dynamo_compiling():
+            return functools.partial(self._forward, module)
+        return types.MethodType(self._forward, module)
 
     def __set__(self, module: Any, forward: Callable[..., Any]) -> None:
         module.__dict__["forward"] = forward

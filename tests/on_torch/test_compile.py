@@ -116,6 +116,7 @@ def test_the_forward_keeps_its_inputs_and_the_decision_and_nothing_else() -> Non
 
 
 @needs_a_compiler
+@pytest.mark.timeout(400)  # the C++ compiler's time, where its results are not cached
 def test_generated_kernels_keep_the_decisions_too() -> None:
     """Three layers of fused softmax, top-k, gather and tanh in one graph."""
     weights = [leaf(D, 4, seed=3), leaf(D, D, seed=4)]
