@@ -324,6 +324,23 @@ def test_a_buffer_moves_once() -> None:
     assert counts.tolist() == [5 * K] * E
 
 
+def test_an_attribute_is_set_once() -> None:
+    class Layer(torch.nn.Module):
+        steps = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            (idx,) = save_for_recompute(decide(x))
+            self.steps += 1
+            return experts(x, idx)
+
+    layer = Layer()
+    step = Graphs().compile(lambda x: checkpoint(layer, x), fullgraph=True)
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+        agrees(step, once, 5)
+
+    assert layer.steps == 1
+
+
 # Other checkpointing
 
 
