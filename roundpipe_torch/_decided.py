@@ -8,6 +8,7 @@ into "keep". What only led to these values is then needed nowhere in backward, a
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -38,6 +39,15 @@ def learn_to_trace() -> None:
 
     if ProxyTorchDispatchMode not in decided.python_key_table:
         decided.py_impl(ProxyTorchDispatchMode)(_keep_all)
+    distributed: Any = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None:
+        distributed.DTensor._op_dispatcher._custom_op_handlers[decided] = _decided_shards
+
+
+def _decided_shards(_: Any, args: tuple[Sequence[torch.Tensor], Sequence[Any]], kwargs: Any) -> None:
+    """The same for what DTensors are made of."""
+    tensors, numbers = args
+    decided([getattr(tensor, "_local_tensor", tensor) for tensor in tensors], numbers)
 
 
 def _keep_all(mode: Any, tensors: Sequence[torch.Tensor], numbers: Sequence[Any]) -> None:

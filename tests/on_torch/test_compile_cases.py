@@ -267,6 +267,33 @@ def test_sizes_that_depend_on_values() -> None:
         decided_once(lambda way, x: way(layer, x), tokens=(6, 11))
 
 
+def test_decisions_of_distributed_tensors() -> None:
+    from torch import distributed
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        gate = distribute_tensor(GATE.detach(), mesh, [Replicate()]).requires_grad_()
+        up = distribute_tensor(WEIGHTS[0].detach(), mesh, [Shard(1)]).requires_grad_()
+        x = distribute_tensor(leaf(5, D).detach(), mesh, [Replicate()])
+
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            (idx,) = save_for_recompute((x @ gate).topk(K).indices)
+            return torch.tanh(x @ up) * (x @ gate).softmax(-1).gather(-1, idx).sum(-1, keepdim=True)
+
+        graphs = Graphs()
+        step = graphs.compile(lambda x: checkpoint(layer, x), fullgraph=True)
+        got = torch.autograd.grad(step(x).square().sum(), [gate, up])
+        want = torch.autograd.grad(layer(x).square().sum(), [gate, up])
+
+        assert all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in zip(got, want, strict=True))
+        assert "aten.topk" in graphs.forward_ops()
+        assert "aten.topk" not in graphs.backward_ops()
+    finally:
+        distributed.destroy_process_group()
+
+
 def test_scopes_and_names() -> None:  # R4
     def layer(x: torch.Tensor) -> torch.Tensor:
         for _ in range(2):
