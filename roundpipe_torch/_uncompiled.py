@@ -29,7 +29,10 @@ def run_as_it_is(function: F) -> F:
 
 
 def run_uncompiled(*packages: str) -> None:
-    """Make Dynamo run the functions of `packages` as they are. Without loading it; by code object, so at no cost."""
+    """Make Dynamo run the functions of `packages` as they are. Without loading it; by code object, so at no cost.
+
+    It sees the modules that are loaded. One that is imported on demand calls it again.
+    """
     dynamo: Any = torch._C._dynamo.eval_frame
     strategy = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT)
     for name, module in list(sys.modules.items()):
