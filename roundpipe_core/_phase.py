@@ -20,7 +20,7 @@ import enum
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 from ._backend import outside_saves, without_gradient
 from ._errors import Flip, OptionError, PhaseError, SlotError, message
@@ -29,6 +29,7 @@ from ._slots import NOTHING, Entry, Key, Place, Slot, label_of, where
 __all__ = [
     "Phase",
     "Run",
+    "Traced",
     "doing_recompute",
     "get_recompute_data",
     "layer_scope",
@@ -36,6 +37,7 @@ __all__ = [
     "recompute_once",
     "save_for_recompute",
     "thread",
+    "traced_by",
 ]
 
 P = ParamSpec("P")
@@ -179,11 +181,33 @@ class Run:
 
 
 class _Thread(threading.local):
-    run: Run | None = None
+    def __init__(self) -> None:  # in each thread. Not a default of the class, which compilers would take for constant
+        self.run: Run | None = None
 
 
 thread = _Thread()
 _OFF = Run(Phase.OFF, Slot("a decision"))
+
+
+class Traced(Protocol):
+    """The functions below, in code that a compiler reads once to make both phases of it."""
+
+    def doing_recompute(self) -> bool: ...
+    def get_recompute_data(self, name: str | None) -> tuple[Any, ...]: ...
+    def save_for_recompute(self, data: tuple[Any, ...], name: str | None) -> tuple[Any, ...]: ...
+    def recompute_once(self, function: Callable[[], Any]) -> Any: ...
+    def enter_scope(self, name: str) -> None: ...
+    def exit_scope(self) -> None: ...
+
+
+_is_traced: Callable[[], bool] = bool
+_traced: Traced
+
+
+def traced_by(is_traced: Callable[[], bool], functions: Traced) -> None:
+    """Where `is_traced()`, let `functions` take over. Called once, by a frontend with such a compiler."""
+    global _is_traced, _traced
+    _is_traced, _traced = is_traced, functions
 
 
 def open_slot(label: Any) -> tuple[Phase, Slot]:
@@ -220,6 +244,8 @@ def save_for_recompute(*data: Any, name: str | None = None) -> tuple[Any, ...]:
 
     Implements R2, R4, R5, R6. Outside a region, or with gradients off, nothing is stored.
     """
+    if _is_traced():
+        return _traced.save_for_recompute(data, name)
     _check_name(name, "save_for_recompute")
     run = thread.run
     if run is None:
@@ -240,6 +266,8 @@ def doing_recompute() -> bool:
 
     False in forward, outside any region, in evaluation and on other threads. Implements R1.
     """
+    if _is_traced():
+        return _traced.doing_recompute()
     run = thread.run
     if run is None:
         return False
@@ -271,6 +299,8 @@ def get_recompute_data(name: str | None = None) -> tuple[Any, ...]:
 
     Implements R3 and R7.
     """
+    if _is_traced():
+        return _traced.get_recompute_data(name)
     _check_name(name, "get_recompute_data")
     run = thread.run
     if run is None:
@@ -300,6 +330,9 @@ def recompute_once(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
 
     Implements R4 and R8.
     """
+    if _is_traced():
+        traced: T = _traced.recompute_once(lambda: function(*args, **kwargs))
+        return traced
     run = thread.run
     if run is None or run.phase is Phase.OFF:
         result: T = without_gradient(lambda: function(*args, **kwargs))
@@ -339,6 +372,9 @@ class layer_scope:  # noqa: N801 - used like a function
         self._open: list[tuple[Run | None, tuple[str, ...]]] = []
 
     def __enter__(self) -> None:
+        if _is_traced():
+            _traced.enter_scope(self._name)
+            return
         run = thread.run
         if run is None or run.phase is Phase.OFF:
             self._open.append((None, ()))
@@ -348,6 +384,9 @@ class layer_scope:  # noqa: N801 - used like a function
         run.scope = (*run.scope, self._name if count == 0 else f"{self._name} #{count}")
 
     def __exit__(self, *exc: object) -> Literal[False]:
+        if _is_traced():
+            _traced.exit_scope()
+            return False
         run, scope = self._open.pop()
         if run is not None:
             run.scope = scope

@@ -32,12 +32,14 @@ from roundpipe_core import (
 
 from . import _backend as _backend  # makes tensors known to the core
 from ._checkpoint import checkpoint, checkpoint_sequential, recompute_contexts
-from ._errors import CheckpointMismatchError
+from ._errors import CheckpointMismatchError, CompileError
 from ._exchange import exchange, from_dlpack
 from ._modules import remat
+from ._uncompiled import run_uncompiled
 
 __all__ = [
     "CheckpointMismatchError",
+    "CompileError",
     "Difference",
     "ExchangeError",
     "ExchangeReport",
@@ -72,3 +74,5 @@ __all__ = [
     "replay",
     "save_for_recompute",
 ]
+
+run_uncompiled("roundpipe_core", "roundpipe_torch")

@@ -9,12 +9,14 @@ from types import TracebackType
 from typing import Any, Literal
 
 import torch
+from torch._guards import TracingContext
 from torch.utils import checkpoint as torch_checkpoint
 
 from roundpipe_core import layer_scope
 from roundpipe_core._phase import Phase, Run, open_slot, thread
 from roundpipe_core._slots import Slot, label_of
 
+from . import _compile
 from ._errors import wrong_option
 from ._frames import Frame, Options, TorchRun
 from ._inputs import line_up
@@ -75,6 +77,9 @@ def checkpoint(
 
     Implements R1, R7 to R11.
     """
+    if torch.compiler.is_dynamo_compiling():
+        given = {"context_fn": context_fn, "determinism_check": determinism_check}
+        return _compile.region(function, args, kwargs, given)
     if (
         context_fn is torch_checkpoint.noop_context_fn
         and determinism_check == "default"
@@ -268,6 +273,8 @@ def recompute_contexts(label: str = "recompute_contexts") -> _Contexts:
     Returns:
         The context managers for the forward and for each recompute.
     """
+    if TracingContext.try_get() is not None:
+        return _compile.contexts()
     shared = _Shared(label)
     return _PhaseContext(shared, recompute=False), _PhaseContext(shared, recompute=True)
 
@@ -285,7 +292,7 @@ class _Shared:
 class _PhaseContext:
     """Sets the phase. Can be entered again: one graph may be recomputed many times (R11)."""
 
-    __slots__ = ("_outer", "_recompute", "_shared")
+    __slots__ = ("_outer", "_recompute", "_shared", "ac_graph_id")  # the last is written by torch.compile
 
     def __init__(self, shared: _Shared, recompute: bool) -> None:
         self._shared, self._recompute = shared, recompute

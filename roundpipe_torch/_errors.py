@@ -2,6 +2,8 @@
 
     MismatchError
     └── CheckpointMismatchError   (also torch's CheckpointError)   R10
+    RoundPipeError
+    └── CompileError              (also RuntimeError)
 
 The functions give errors to raise; `layer` is the label of the region.
 """
@@ -16,19 +18,22 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointError
 
-from roundpipe_core import MismatchError, MutationError, OptionError
+from roundpipe_core import MismatchError, MutationError, OptionError, RoundPipeError
 from roundpipe_core._errors import message
 from roundpipe_core._slots import label_of
 
 __all__ = [
     "CheckpointMismatchError",
+    "CompileError",
     "context_swallowed",
     "drawn_in_a_crowd",
     "drawn_in_another_layout",
     "input_changed",
+    "is_ours",
     "no_partner",
     "other_node",
     "other_parameter",
+    "ran_uncompiled",
     "sharded_inside",
     "started_inside",
     "tensor_changed",
@@ -42,6 +47,25 @@ class CheckpointMismatchError(MismatchError, CheckpointError):
 
     Also torch's own `CheckpointError`, so that code which catches that keeps working.
     """
+
+
+class CompileError(RoundPipeError, RuntimeError):
+    """torch.compile was asked for something that cannot be right in a compiled graph.
+
+    Raised under `fullgraph=True`, and where splitting the graph would not help either.
+    """
+
+
+def ran_uncompiled() -> CompileError:
+    """The traced forward runs without a backward made from it."""
+    return CompileError(
+        message(
+            "a checkpointed layer was traced for a backend that does not compile the backward, so the recompute would "
+            "decide again.",
+            [],
+            'use a backend that does, such as "inductor" or "aot_eager".',
+        )
+    )
 
 
 def no_partner(layer: str, wanted: str, forward: str, recompute: str) -> CheckpointMismatchError:
@@ -177,9 +201,17 @@ _OURS = tuple(str(Path(__file__).parents[1] / name) + os.sep for name in ("round
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 
 
+def is_ours(filename: str) -> bool:
+    """Whether a file belongs to this library."""
+    return filename.startswith(_OURS)
+
+
 def user_line() -> str:
     """The innermost line that is neither torch's nor ours."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith((*_OURS, _TORCH)):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+user_line._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called, not traced, by torch.compile

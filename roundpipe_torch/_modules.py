@@ -15,6 +15,7 @@ import torch
 
 from roundpipe_core._slots import AutoLabel
 
+from . import _compile
 from ._checkpoint import options_from, run_region
 from ._errors import wrong_option
 
@@ -70,6 +71,8 @@ def remat(target: Any = None, **options: Any) -> Any:
 
 
 def _call(function: Callable[..., Any], options: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if torch.compiler.is_dynamo_compiling():
+        return _compile.region(function, args, kwargs, options)
     rest = dict(options)
     use_reentrant = bool(rest.pop("use_reentrant", False))
     return run_region(function, args, kwargs, options_from(function, **rest), use_reentrant)
@@ -113,7 +116,11 @@ class _Forward:
         if module is None:
             return self._forward
         replaced = module.__dict__.get("forward")
-        return types.MethodType(self._forward, module) if replaced is None else _Replaced(module, replaced)
+        if replaced is not None:
+            return _Replaced(module, replaced)
+        if torch.compiler.is_dynamo_compiling():
+            return functools.partial(self._forward, module)
+        return types.MethodType(self._forward, module)
 
     def __set__(self, module: Any, forward: Callable[..., Any]) -> None:
         module.__dict__["forward"] = forward
@@ -144,7 +151,8 @@ def _forward(module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kw
             return forward(*args, **kwargs)
         forward = functools.partial(_run_inside, module, forward)
     cls = type(module)
-    return _call(forward, {"label": AutoLabel(cls.__qualname__), **cls._remat_options}, args, kwargs)
+    label = cls.__qualname__ if torch.compiler.is_dynamo_compiling() else AutoLabel(cls.__qualname__)
+    return _call(forward, {"label": label, **cls._remat_options}, args, kwargs)
 
 
 class _Inside(threading.local):

@@ -34,6 +34,7 @@ from ._frames import Options, TorchRun, is_told
 from ._matching import Trace, other_layout, region_codes
 from ._ranks import step_is_over
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, modules_of, replayed
+from ._uncompiled import run_as_it_is
 
 __all__ = ["reentrant"]
 
@@ -103,6 +104,7 @@ class _Region:
             raise started_inside(self.slot.label)
         return leaves
 
+    @run_as_it_is
     def replay(self, tensors: tuple[torch.Tensor, ...]) -> list[Any]:
         """The leaves of the outputs of a recompute."""
         if step_is_over(modules_of(self.function, self.leaves)):

@@ -16,3 +16,15 @@ def ranks() -> Iterator[Any]:
     ranks = Ranks()
     yield ranks
     ranks.stop()
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """A test that compiles starts without compiled code."""
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()

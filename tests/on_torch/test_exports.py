@@ -5,6 +5,7 @@ import roundpipe_torch
 
 OWN = {
     "CheckpointMismatchError",
+    "CompileError",
     "checkpoint",
     "checkpoint_sequential",
     "exchange",
