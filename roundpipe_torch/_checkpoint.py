@@ -15,6 +15,8 @@ from roundpipe_core import layer_scope
 from roundpipe_core._phase import Phase, Run, open_slot, thread
 from roundpipe_core._slots import Slot, label_of
 
+from ._auto import watching
+from ._decisions import as_decisions
 from ._errors import wrong_option
 from ._frames import Frame, Options, TorchRun
 from ._reentrant import reentrant
@@ -104,6 +106,7 @@ def options_from(
     preserve_rng_state: bool = True,
     label: str | None = None,
     verify: str = "off",
+    auto: Any = False,
 ) -> Options:
     """Options for one call, checked, with torch's own overrides (`set_checkpoint_early_stop`, ...) applied."""
     _one_of(target, "determinism_check", determinism_check, ("default", "none"))
@@ -120,6 +123,7 @@ def options_from(
         early_stop=early_stop if stop is None else stop,
         debug=debug if more is None else more,
         verify=verify,
+        auto=as_decisions(target, auto),
     )
 
 
@@ -144,6 +148,7 @@ def run_region(
     if not tracked and (outer is None or outer.phase is Phase.OFF):
         return function(*args, **kwargs)  # R2: no backward will come
     phase, slot = open_slot(options.label or function)
+    function = watching(function, options.auto, outer)
     if not tracked or phase is Phase.AUDIT:
         outputs = _run_untracked(function, args, kwargs, phase, slot, options)
     elif use_reentrant:

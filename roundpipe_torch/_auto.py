@@ -1,0 +1,416 @@
+"""`auto=`: decisions of layers that nobody can edit, saved in forward and repeated in a recompute.
+
+No mode runs, and operations that decide nothing cost nothing: the deciding ones have a kernel under a dispatch key that
+torch reserves and does not use. It stands above autograd, and it is switched on only while the code of such a region
+runs on this thread.
+
+A decision is kept in the region's slot like any other save, under a reserved name that holds its number in the order
+of the run and the operation: `auto 3 topk`. A recompute must meet the same operations in the same order (R10), unless
+the layer asks for its phase; then its own saves say where it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from roundpipe_core import Flip
+from roundpipe_core._phase import Phase, Run, thread
+from roundpipe_core._slots import Key, Place
+
+from ._decisions import Decisions, Kind, argument, built_in, is_composite, mutated, watcher
+from ._errors import decided_under_a_transform, other_decision, other_shape, user_place
+from ._frames import is_told
+from ._state import default_generators
+
+__all__ = ["Watched", "watching"]
+
+_KEY = torch._C._dispatch_key_parse("DeferredInit")
+_include: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included
+_COUNT = "auto"  # among a run's counts: the decisions met so far, of which each save takes note
+
+
+class Watched(functools.partial[Any]):
+    """The function of a region whose decisions are watched. Both phases call it."""
+
+    decisions: Decisions
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outer = _here.watch
+        watch = _here.watch = _Watch(thread.run, self.decisions)
+        _include(_KEY, True)
+        try:
+            result = super().__call__(*args, **kwargs)
+            watch.ended()
+            return result
+        finally:
+            _here.watch = outer
+            _include(_KEY, outer is not None)
+
+
+def watching(function: Callable[..., Any], decisions: Decisions | None, outer: Run | None) -> Callable[..., Any]:
+    """`function`, watched if `decisions` says so or the run around it is."""
+    if outer is not None and _here.watch is not None and _here.watch.run is outer:
+        decisions = _here.watch.decisions if decisions is None else decisions
+    if decisions is None:
+        return function
+    _install(decisions)
+    watched = Watched(function)
+    watched.decisions = decisions
+    return watched
+
+
+class _Here(threading.local):
+    watch: _Watch | None = None
+
+
+_here = _Here()
+
+
+class _Watch:
+    """The decisions of one run."""
+
+    __slots__ = ("_explicit", "_met", "_number", "_reads", "_saved", "decisions", "run")
+
+    def __init__(self, run: Run | None, decisions: Decisions) -> None:
+        self.run = run
+        self.decisions = decisions
+        self._number = 0  # of the next decision
+        self._reads = 0
+        self._met: set[Key] = set()
+        self._saved: list[Key] | None = None
+
+    # Which decision
+
+    def _decisions(self, run: Run) -> list[Key]:
+        """Those of the forward, in its order."""
+        if self._saved is None:
+            self._saved = [key for key in run.slot.entries if key[1] is not None and key[1].startswith(_PREFIX)]
+        return self._saved
+
+    def _resume(self, run: Run) -> None:
+        """Go on from the last decision that the layer saved itself, where it was read: what precedes it is skipped."""
+        if len(run._seen) == self._reads:
+            return
+        self._reads = len(run._seen)
+        for key in run._seen - self._met:
+            self._number = max(self._number, run.slot.entries[key].counts.get(_COUNT, 0))
+        self._met |= run._seen
+
+    def _find(self, run: Run, what: str, place: Place) -> Key | None:
+        """The decision of the forward that stands for one met now; None for one of the recompute's own."""
+        self._resume(run)
+        saved, at = self._decisions(run), self._number
+        if is_told(run):
+            order = [*range(at, len(saved)), *range(at)]
+            fits = (n for n in order if saved[n] not in self._met and self._fits(run, saved[n], what, place))
+            at = next(fits, -1)
+            if at < 0:
+                return None
+        elif at >= len(saved) or not self._fits(run, saved[at], what, place):
+            before = _spoken(run, saved[at]) if at < len(saved) else None
+            if run.phase is Phase.AUDIT:
+                run.flips.append(Flip(run.slot.label, f"decision {at} of the code: a {what} now", 1, 1, 0))
+                return None
+            raise other_decision(run.slot.label, at, before, (what, place))
+        self._number = at + 1
+        return saved[at]
+
+    @staticmethod
+    def _fits(run: Run, key: Key, what: str, place: Place) -> bool:
+        return _operation(key) == what and run.slot.entries[key].place == place
+
+    def ended(self) -> None:
+        """The run is over; a recompute must have met what the forward met."""
+        run = self.run
+        if run is None or run.phase is not Phase.RECOMPUTE or is_told(run):
+            return
+        self._resume(run)
+        saved = self._decisions(run)
+        if self._number < len(saved):
+            raise other_decision(run.slot.label, self._number, _spoken(run, saved[self._number]), None)
+
+    def repeat(
+        self,
+        what: str,
+        decide: Callable[[], Any],
+        kept: Callable[[Any], Any],
+        give: Callable[[Any], Any],
+        draws: bool = False,
+    ) -> Any:
+        """One decision: `decide` makes it, `kept` tells what of it is saved, `give` makes it again from that."""
+        run, place = self.run, user_place()
+        assert run is not None
+        if run.phase is Phase.FORWARD:
+            made = decide()
+            self._save(run, what, kept(made), place, draws)
+            return made
+        key = self._find(run, what, place)
+        if key is None:
+            return decide()
+        if run.phase is Phase.RECOMPUTE:
+            run._counts[_COUNT] = self._number
+            (saved,) = run._read(key, place)
+            self._met.add(key)
+            self._reads = len(run._seen)
+            return give(saved)
+        made = decide()
+        run.flips += run.slot.entries[key].differences(run.slot.label, key, (kept(made),))
+        return made
+
+    def _save(self, run: Run, what: str, data: Any, place: Place, draws: bool) -> None:
+        name = f"{_PREFIX}{self._number} {what}"
+        self._number += 1
+        run._counts[_COUNT] = self._number
+        run.save((data,), name, place)
+        if not draws:  # R7 is for decisions that draw; a state is 5 KB
+            run.slot.entries[run.scope, name].state = None
+
+
+_PREFIX = "auto "
+
+
+def _operation(key: Key) -> str:
+    return str(key[1]).split(" ", 2)[2]
+
+
+def _spoken(run: Run, key: Key) -> tuple[str, Place]:
+    return _operation(key), run.slot.entries[key].place
+
+
+def _active() -> _Watch | None:
+    """The watch of the run that this thread is in; None outside, and inside a decision that is saved as a whole."""
+    watch = _here.watch
+    return watch if watch is not None and watch.run is not None and watch.run is thread.run else None
+
+
+# Operations
+
+_Operation = OpOverload[Any, Any]
+
+
+class _Instead(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Below autograd, gives what `make` makes in place of one operation, once. Modes further out do not see it."""
+
+    def __init__(self, op: _Operation, make: Callable[..., Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._packet = op.overloadpacket
+        self._make: Callable[..., Any] | None = make
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._make is None or func.overloadpacket is not self._packet:
+            return func(*args, **(kwargs or {}))
+        make, self._make = self._make, None
+        return make(args, kwargs or {})
+
+
+def _written(op: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> Any:
+    """What the operation returns, given its results: it may have to write them to its arguments."""
+    targets = mutated(op, args, kwargs)
+    if not targets:
+        return results
+    for target, result in zip(targets, results if len(targets) > 1 else (results,), strict=True):
+        target.resize_(result.shape).copy_(result)
+    return tuple(targets) if len(targets) > 1 else targets[0]
+
+
+def _choice(watch: _Watch, op: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Values and their places. Autograd's node is the operation's own in both phases, only its places are given."""
+    name = op.overloadpacket.__name__
+    dim = argument(op, "dim", args, kwargs)
+
+    def give(idx: torch.Tensor) -> Any:
+        def make(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            values = _at(args[0], dim, idx)
+            if values is None:
+                raise other_shape(_label(watch), name, args[0].shape, idx.shape, user_place())
+            return _written(op, args, kwargs, (values, idx))
+
+        if torch.is_grad_enabled() and args[0].requires_grad:
+            with _Instead(op, make):
+                return op(*args, **kwargs)
+        return make(args, kwargs)
+
+    return watch.repeat(name, lambda: op(*args, **kwargs), lambda made: made[1], give)
+
+
+def _at(x: torch.Tensor, dim: int, idx: torch.Tensor) -> torch.Tensor | None:
+    """The values of `x` at `idx`, whose axis `dim` may be reduced; None if the shapes do not fit."""
+    if not x.dim():
+        return x.clone() if idx.dim() <= 1 and idx.numel() == 1 else None
+    reduced = idx.dim() < x.dim()
+    places = idx.unsqueeze(dim) if reduced else idx
+    others = [n for n in range(x.dim()) if n != dim % x.dim()]
+    if places.dim() != x.dim() or any(places.shape[n] != x.shape[n] for n in others):
+        return None
+    values = x.gather(dim, places)
+    return values.squeeze(dim) if reduced else values
+
+
+def _result(watch: _Watch, op: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any], draws: bool = False) -> Any:
+    def give(results: Any) -> Any:
+        if not (op._schema.is_mutable or any(map(_inexact, _each(results)))):  # no gradient reaches it
+            return results
+        with _Instead(op, lambda args, kwargs: _written(op, args, kwargs, results)):
+            return op(*args, **kwargs)
+
+    return watch.repeat(op.overloadpacket.__name__, lambda: op(*args, **kwargs), _detached, give, draws)
+
+
+def _composite(watch: _Watch, op: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation that autograd does not see as one: its result may carry no gradient (R5)."""
+    return watch.repeat(op.overloadpacket.__name__, lambda: op(*args, **kwargs), _same, _same, draws=True)
+
+
+def _draw(watch: _Watch, op: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    generator = argument(op, "generator", args, kwargs)
+    if op.name() in _CHANCES:
+        return _result(watch, op, args, kwargs, draws=True)
+    if generator is None or any(generator is known for known in default_generators()):
+        return op(*args, **kwargs)  # the recompute draws the same again (R7)
+    return _result(watch, op, args, kwargs)
+
+
+_CHANCES = {
+    f"aten::{name}"
+    for name in (
+        "bernoulli", "bernoulli.out", "bernoulli.Tensor", "bernoulli.Tensor_out", "bernoulli_.Tensor", "poisson",
+        "poisson.out", "binomial", "binomial.out",
+    )
+}  # fmt: skip
+"""Draws by chances that a tensor gives, of which a recompute may have slightly others."""
+
+
+def _mask(watch: _Watch, op: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Rows taken by a mask. Autograd keeps the mask, so it is put in before."""
+    place = next(n for n, given in enumerate(op._schema.arguments) if given.name in ("indices", "mask"))
+    given = args[place]
+    indices = list(given) if isinstance(given, (list, tuple)) else [given]
+    which = [n for n, index in enumerate(indices) if index is not None and index.dtype in (torch.bool, torch.uint8)]
+    if not which:
+        return op(*args, **kwargs)
+    masks = watch.repeat(op.overloadpacket.__name__, lambda: tuple(indices[n] for n in which), _same, _same)
+    for n, mask in zip(which, masks, strict=True):
+        indices[n] = mask
+    replaced = indices if isinstance(given, (list, tuple)) else indices[0]
+    return op(*args[:place], replaced, *args[place + 1 :], **kwargs)
+
+
+_HOW = {Kind.CHOICE: _choice, Kind.RESULT: _result, Kind.DRAW: _draw, Kind.MASK: _mask}
+
+
+def _kernel(op: _Operation, how: Callable[..., Any], built_in: bool) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        _include(_KEY, False)  # what is done in here is no decision of its own
+        try:
+            watch = _active()
+            if watch is None or not (built_in or op._schema.name in watch.decisions.operations):
+                return op(*args, **kwargs)
+            if how is not _mask and any(map(_wrapped, args)):
+                raise decided_under_a_transform(_label(watch), op.overloadpacket.__name__)
+            return how(watch, op, args, kwargs)
+        finally:
+            _include(_KEY, True)
+
+    return kernel
+
+
+def _wrapped(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
+def _label(watch: _Watch) -> str:
+    return watch.run.slot.label if watch.run is not None else ""
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _each(results: Any) -> tuple[Any, ...]:
+    return tuple(results) if isinstance(results, (tuple, list)) else (results,)
+
+
+def _inexact(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
+
+
+def _detached(results: Any) -> Any:
+    if isinstance(results, torch.Tensor):
+        return results.detach()
+    return tuple(map(_detached, results)) if isinstance(results, (tuple, list)) else results
+
+
+# Functions
+
+
+def _call(watched: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call of a function that somebody named as a decision."""
+    watch = _active()
+    if watch is None or watched not in watch.decisions.functions:
+        return function(*args, **kwargs)
+
+    def decide() -> Any:
+        _include(_KEY, False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _include(_KEY, True)
+
+    return watch.repeat(function.__qualname__, decide, _same, _same, draws=True)
+
+
+_tolist: Any = torch.Tensor.tolist
+
+
+@functools.wraps(_tolist)
+def _list(tensor: torch.Tensor) -> Any:
+    """`tensor.tolist()`, which reads memory and passes no dispatcher."""
+    watch = _active()
+    if watch is None or _wrapped(tensor):
+        return _tolist(tensor)
+    return _tolist(watch.repeat("tolist", lambda: tensor.detach().cpu(), _same, _same))
+
+
+# Once for the process
+
+_libraries: dict[str, torch.library.Library] = {}
+_installed: set[str] = set()
+_lock = threading.Lock()
+
+
+def _install(decisions: Decisions) -> None:
+    """Give the deciding operations their kernels."""
+    if _installed and decisions.operations <= _installed:
+        return
+    with _lock:
+        if not _installed:
+            _library("_").fallback(torch.library.fallthrough_kernel)
+            for op, kind in built_in():
+                _register(op, _HOW[kind], built_in=True)
+                _built_in.add(op.name())
+            torch.Tensor.tolist = _list  # type: ignore[method-assign]
+            watcher.append(_call)
+        for op in decisions.overloads():
+            if op.name() not in _built_in:
+                _register(op, _composite if is_composite(op) else _result, built_in=False)
+        _installed.update({"", *decisions.operations})
+
+
+_built_in: set[str] = set()
+
+
+def _register(op: _Operation, how: Callable[..., Any], built_in: bool) -> None:
+    _library(op.namespace).impl(op, _kernel(op, how, built_in))
+
+
+def _library(namespace: str) -> torch.library.Library:
+    if namespace not in _libraries:
+        _libraries[namespace] = torch.library.Library(namespace, "IMPL", "DeferredInit")
+    return _libraries[namespace]
