@@ -33,6 +33,8 @@ __all__ = ["Watched", "watching"]
 
 _KEY = torch._C._dispatch_key_parse("DeferredInit")
 _include: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included
+_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
+_BELOW = torch._C._dispatch_key_parse("ADInplaceOrView")  # excluded inside kernels: what those do is not the layer's
 _COUNT = "auto"  # among a run's counts: the decisions met so far, of which each save takes note
 
 
@@ -309,7 +311,7 @@ def _kernel(op: _Operation, how: Callable[..., Any], built_in: bool) -> Callable
     def kernel(*args: Any, **kwargs: Any) -> Any:
         _include(_KEY, False)  # what is done in here is no decision of its own
         try:
-            watch = _active()
+            watch = None if _excluded(_BELOW) else _active()
             if watch is None or not (built_in or op._schema.name in watch.decisions.operations):
                 return op(*args, **kwargs)
             if how is not _mask and any(map(_wrapped, args)):
