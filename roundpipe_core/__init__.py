@@ -10,9 +10,11 @@ from ._errors import (
     MismatchError,
     MutationError,
     OptionError,
+    ParityError,
     PhaseError,
     RoundPipeError,
     SlotError,
+    TapeError,
     VerifyError,
     VerifyWarning,
 )
@@ -23,6 +25,8 @@ from ._phase import (
     recompute_once,
     save_for_recompute,
 )
+from ._replay import record, replay
+from ._tape import Tape, TapeEntry
 
 __version__ = "0.1.0.dev0"
 
@@ -32,14 +36,20 @@ __all__ = [
     "MismatchError",
     "MutationError",
     "OptionError",
+    "ParityError",
     "PhaseError",
     "RoundPipeError",
     "SlotError",
+    "Tape",
+    "TapeEntry",
+    "TapeError",
     "VerifyError",
     "VerifyWarning",
     "doing_recompute",
     "get_recompute_data",
     "layer_scope",
     "recompute_once",
+    "record",
+    "replay",
     "save_for_recompute",
 ]

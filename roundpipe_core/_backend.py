@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ._errors import Flip
+from ._host import HostArray, HostArrays
 
 __all__ = [
     "Backend",
+    "Frontend",
     "backend_of",
     "compare",
     "expand",
+    "frontend",
     "nbytes",
+    "numpys",
+    "only_frontend",
+    "origin_of",
     "outside_saves",
     "register_backend",
+    "to_host",
     "without_gradient",
 ]
 
@@ -53,6 +61,39 @@ class Backend(Protocol):
     def without_gradient(self, function: Callable[[], Any]) -> Any:
         """What `function` returns, cut off from differentiation."""
 
+    # For tapes (R13)
+
+    def described(self, array: Any) -> tuple[str, tuple[int, ...]]:
+        """dtype, as in ``int64`` or ``bfloat16``, and shape."""
+
+    def extremes(self, array: Any) -> tuple[int, ...] | None:
+        """Least and greatest element of an array of integers; () if it has none, None if its values are not known."""
+
+    def to_host(self, array: Any) -> HostArray:
+        """Its bytes."""
+
+    def adopt(self, array: Any, like: Any) -> Any:
+        """An array of this framework with the values of one of another, or of `HostArray`.
+
+        With the dtype and on the device of `like`, if that is one of this framework's; without, integers have the
+        framework's own index type. Raises ValueError where a value would change.
+        """
+
+
+class Frontend(Backend, Protocol):
+    """The backend of a framework that differentiates."""
+
+    def distance(self, one: Any, two: Any) -> float:
+        """Norm of the difference over the norm of `one`, in float64; the former if `one` is zero."""
+
+    def value_and_gradient(
+        self, function: Callable[..., Any], weights: Any, inputs: Sequence[Any], tape: Any
+    ) -> tuple[Any, Any, Any]:
+        """Loss, outputs and gradient along `weights` of `function(weights, *inputs)`, replaying `tape` if it is one.
+
+        `function` gives the loss, or the loss and outputs. The gradient has the structure of `weights`.
+        """
+
 
 class _NumpyArrays:
     """numpy arrays. They have no version counter, so they are copied both ways (R6)."""
@@ -89,15 +130,39 @@ class _NumpyArrays:
     def without_gradient(self, function: Callable[[], Any]) -> Any:
         return function()
 
+    def described(self, array: Any) -> tuple[str, tuple[int, ...]]:
+        return array.dtype.name, array.shape
 
-_frontends: list[Backend] = []
+    def extremes(self, array: Any) -> tuple[int, ...]:
+        return (int(array.min()), int(array.max())) if array.size else ()
+
+    def to_host(self, array: Any) -> HostArray:
+        data = memoryview(array.astype(array.dtype.newbyteorder("<"), order="C", copy=True).reshape(-1).view("uint8"))
+        return HostArray(array.dtype.name, array.shape, data, self.name)
+
+    def adopt(self, array: Any, like: Any) -> Any:
+        if not self.owns(array):
+            host = to_host(array)
+            array = importlib.import_module("numpy").frombuffer(host.data, host.dtype).reshape(host.shape)
+        return array.copy() if like is None or like.dtype == array.dtype else _cast(array, like.dtype)
+
+
+def _cast(array: Any, dtype: Any) -> Any:
+    cast = array.astype(dtype)
+    if dtype.kind in "iu" and (cast.astype(array.dtype) != array).any():
+        raise ValueError(f"values that {dtype} cannot hold")
+    return cast
+
+
+_frontends: list[Frontend] = []
 outside_saves: list[Callable[[tuple[Any, ...]], tuple[Any, ...]]] = []
 """What frontends make of data that is saved where no region runs: another checkpointing may want to know of it."""
-_numpy = _NumpyArrays()
+numpys: Backend = _NumpyArrays()
+_always: tuple[Backend, ...] = (numpys, HostArrays())
 _by_type: dict[type, Backend | None] = {}
 
 
-def register_backend(backend: Backend) -> None:
+def register_backend(backend: Frontend) -> None:
     """Make the arrays of `backend` known. Called once, when its frontend is imported."""
     _frontends.append(backend)
     _by_type.clear()
@@ -109,7 +174,7 @@ def backend_of(value: Any) -> Backend | None:
     try:
         return _by_type[kind]
     except KeyError:
-        found = next((known for known in (*_frontends, _numpy) if known.owns(value)), None)
+        found = next((known for known in (*_frontends, *_always) if known.owns(value)), None)
         if found or "numpy" in sys.modules or kind.__module__ == "builtins":
             _by_type[kind] = found
         return found
@@ -123,6 +188,30 @@ def expand(value: Any) -> tuple[Sequence[Any], Callable[[list[Any]], Any]] | Non
             if opened is not None:
                 return opened
     return None
+
+
+def to_host(array: Any) -> HostArray:
+    """The bytes of any array."""
+    backend = backend_of(array)
+    if backend is None:
+        raise TypeError(f"{type(array).__name__} is no array")
+    return backend.to_host(array)
+
+
+def frontend(name: str) -> Frontend | None:
+    """The frontend of that name, if it is loaded."""
+    return next((known for known in _frontends if known.name == name), None)
+
+
+def only_frontend() -> Backend | None:
+    """The one that is loaded, if just one is."""
+    return _frontends[0] if len(_frontends) == 1 else None
+
+
+def origin_of(array: Any) -> str:
+    """The name of the framework that made `array`."""
+    backend = backend_of(array)
+    return array.origin if isinstance(array, HostArray) else "" if backend is None else backend.name
 
 
 def nbytes(backend: Backend | None, stored: Any) -> int:

@@ -6,6 +6,8 @@
     ├── GradientError   (also ValueError)      a saved value carries gradient               R5
     ├── MutationError   (also RuntimeError)    an input changed between the phases          R6
     ├── MismatchError   (also RuntimeError)    the phases differ in what backward needs     R10
+    ├── TapeError       (also ValueError)      a tape does not fit the model, or is none        R13
+    ├── ParityError     (also AssertionError)  a port differs from its original
     ├── OptionError     (also TypeError and ValueError)  an option that does not exist or cannot be
     └── VerifyError     (also RuntimeError)    `verify="raise"` found a changed decision
 
@@ -26,9 +28,11 @@ __all__ = [
     "MismatchError",
     "MutationError",
     "OptionError",
+    "ParityError",
     "PhaseError",
     "RoundPipeError",
     "SlotError",
+    "TapeError",
     "VerifyError",
     "VerifyWarning",
     "message",
@@ -57,6 +61,14 @@ class MutationError(RoundPipeError, RuntimeError):
 
 class MismatchError(RoundPipeError, RuntimeError):
     """Backward needs something that the two phases did not both produce (R10)."""
+
+
+class TapeError(RoundPipeError, ValueError):
+    """A tape does not fit what it is replayed with, or a file is not a tape (R13)."""
+
+
+class ParityError(RoundPipeError, AssertionError):
+    """A model and its port are further apart than they may be."""
 
 
 class OptionError(RoundPipeError, TypeError, ValueError):

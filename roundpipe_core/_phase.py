@@ -24,7 +24,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 from ._backend import outside_saves, without_gradient
 from ._errors import Flip, OptionError, PhaseError, SlotError, message
-from ._slots import Entry, Key, Place, Slot, label_of, where
+from ._slots import NOTHING, Entry, Key, Place, Slot, label_of, where
 
 __all__ = [
     "Phase",
@@ -54,7 +54,7 @@ class Phase(enum.Enum):
 class Run:
     """One execution of a region. Frontends derive from it."""
 
-    __slots__ = ("_counts", "_seen", "_uncertain", "flips", "phase", "scope", "slot")
+    __slots__ = ("_counts", "_seen", "_uncertain", "flips", "phase", "scope", "slot", "taken")
 
     def __init__(self, phase: Phase, slot: Slot) -> None:
         self.phase = phase
@@ -64,6 +64,7 @@ class Run:
         self._counts: dict[Any, int] = {}  # how often each scope, inner region and once-call was met
         self._seen: set[Key] = set()  # entries read by this run
         self._uncertain: set[Any] = set()
+        self.taken: set[Slot] = set()  # the regions of a tape that this run has replayed
 
     # What a frontend may know better
 
@@ -83,6 +84,13 @@ class Run:
         """What `recompute_once` hands to the function: `values`, or the same without gradient."""
         return values
 
+    def adopt(self, leaf: Any, like: Any) -> Any:
+        """`leaf` of a tape as an array of this frontend, like `like`, which the layer decided itself (R13).
+
+        `like` is `NOTHING` where the layer only reads.
+        """
+        return leaf
+
     def without_gradient(self, function: Callable[[], T]) -> T:
         """`function` cut off from differentiation."""
         result: T = without_gradient(function)
@@ -96,7 +104,7 @@ class Run:
             self._written(self.slot.write(key, data, place))
             return data
         if self.phase is Phase.RECOMPUTE:
-            saved: tuple[Any, ...] = self._read(key, place)
+            saved: tuple[Any, ...] = self._read(key, place, data)
             return saved
         self.flips += self.slot.read(key, place).differences(self.slot.label, key, data)
         return data
@@ -109,7 +117,7 @@ class Run:
         return data
 
     def once(self, function: Callable[[], T], called: Any, place: Place) -> T:
-        name = f"recompute_once({label_of(called)})"
+        name = self.slot.once_name(self.scope, label_of(called))
         count = self.count((self.scope, name))
         key = (self.scope, name if count == 0 else f"{name} #{count}")
         if self.phase is Phase.RECOMPUTE:
@@ -124,14 +132,11 @@ class Run:
 
     def child(self, label: Any) -> Slot:
         """The slot of a region that starts inside this run: new in forward, the forward's later (R8)."""
-        key = (self.scope, label_of(label))
-        count = self.count(key)
         if self.phase is Phase.FORWARD:
-            slot = Slot(label)
-            self.slot.children.setdefault(key, []).append(slot)
-            return slot
-        known = self.slot.children.get(key, ())
-        return known[count] if count < len(known) else Slot(label, orphan=True)
+            self.count((self.scope, label_of(label)))
+            return self.slot.begun(self.scope, label)
+        count = self.count((self.scope, self.slot.child_name(label_of(label))))
+        return self.slot.met(self.scope, label, count, self.taken)
 
     def count(self, key: tuple[Any, ...]) -> int:
         """How often this run met `key` before."""
@@ -154,7 +159,7 @@ class Run:
         entry.counts = self._counts.copy()
         self.consulted()
 
-    def _read(self, key: Key, place: Place) -> Any:
+    def _read(self, key: Key, place: Place, data: Any = NOTHING) -> Any:
         entry = self.slot.read(key, place)
         if key not in self._seen:
             self._seen.add(key)
@@ -162,7 +167,7 @@ class Run:
             self.consulted()
             if entry.counts != self._counts:  # the forward met something before this point that this run skipped
                 self._uncertain |= {k for k, n in entry.counts.items() if n > self._counts.get(k, 0)}
-        return entry.restore()
+        return entry.value(self, data)
 
     def _decide(self, function: Callable[[], T]) -> T:
         before = thread.run

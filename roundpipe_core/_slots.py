@@ -7,21 +7,32 @@ A slot is written once, by the forward, and read by every recompute. It belongs 
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ._backend import Backend, backend_of, compare, expand, nbytes
 from ._errors import Flip, GradientError, SlotError, message
 from ._trees import Spec, flatten, paths, unflatten
 
-__all__ = ["Entry", "Key", "Place", "Slot", "label_of", "spoken", "where"]
+__all__ = ["NOTHING", "AutoLabel", "Entry", "Key", "Place", "Slot", "label_of", "row_counts", "spoken", "where"]
 
 Key = tuple[tuple[str, ...], str | None]
 """The scopes that were open, outermost first, and the name (None: the unnamed save)."""
 
 Place = tuple[str, int]
 """A file and a line of the user's code."""
+
+NOTHING: Any = object()
+"""Stands for data that a layer did not decide itself."""
+
+
+class AutoLabel(str):
+    """A label that nobody chose. Where a tape is replayed it does not have to agree."""
+
+    __slots__ = ()
 
 
 class Entry:
@@ -61,6 +72,10 @@ class Entry:
             ),
         )
 
+    def value(self, run: Any, data: Any) -> Any:
+        """What `run` gets in place of `data`, which it has decided itself (or `NOTHING`)."""
+        return self.restore()
+
     def nbytes(self) -> int:
         """Bytes of the arrays kept."""
         return sum(map(nbytes, self.backends, self.leaves))
@@ -95,18 +110,50 @@ class Entry:
 class Slot:
     """The decisions of one call of a region, and the slots of the regions inside it (R8)."""
 
-    __slots__ = ("__weakref__", "_label", "children", "entries", "orphan")
+    __slots__ = ("__weakref__", "_label", "born", "children", "entries", "orphan", "rows")
 
     def __init__(self, label: Any, orphan: bool = False) -> None:
         self._label = label
         self.orphan = orphan
+        self.born = next(_births)
         self.entries: dict[Key, Entry] = {}
         self.children: dict[Any, list[Slot]] = {}
+        self.rows: frozenset[int] | None = None  # on the way to or from a tape: see `line_up`
 
     @property
     def label(self) -> str:
         """The layer's name, for messages and reports."""
         return label_of(self._label)
+
+    def begun(self, scope: tuple[str, ...], label: Any) -> Slot:
+        """The slot of a region that the forward starts inside this one."""
+        slot = Slot(label)
+        if self.rows is not None:
+            slot.rows = _NO_ROWS
+        self.children.setdefault((scope, label_of(label)), []).append(slot)
+        return slot
+
+    def met(self, scope: tuple[str, ...], label: Any, count: int, taken: set[Slot]) -> Slot:
+        """The slot of a region that a later run starts inside this one, as the `count`th of its label."""
+        known = self.children.get((scope, label_of(label)), ())
+        return known[count] if count < len(known) else Slot(label, orphan=True)
+
+    def child_name(self, label: str) -> str:
+        """What a region labelled `label` is counted as."""
+        return label
+
+    def once_name(self, scope: tuple[str, ...], label: str) -> str:
+        """What a call `recompute_once(label)` is kept as."""
+        return f"recompute_once({label})"
+
+    def line_up(self, shapes: Iterable[tuple[int, ...]], device: Any) -> None:
+        """Note what the region was called with, for a tape (R13). Frontends call it where `rows` is not None."""
+        self.rows = row_counts(shapes)
+
+    @property
+    def given(self) -> bool:
+        """Whether the user chose the label."""
+        return isinstance(self._label, str) and not isinstance(self._label, AutoLabel)
 
     def write(self, key: Key, data: Any, place: Place) -> Entry:
         """Store `data`. A second time under the same key is an error (R4)."""
@@ -146,6 +193,15 @@ class Slot:
         """Bytes of all arrays kept, inner regions included (R12)."""
         own = sum(entry.nbytes() for entry in self.entries.values())
         return own + sum(slot.nbytes() for slots in self.children.values() for slot in slots)
+
+
+_births = itertools.count()
+_NO_ROWS: frozenset[int] = frozenset()
+
+
+def row_counts(shapes: Iterable[tuple[int, ...]]) -> frozenset[int]:
+    """How many rows arrays of these shapes have, however many leading axes are counted as rows."""
+    return frozenset(n for shape in shapes for n in itertools.accumulate(shape, operator.mul))
 
 
 def spoken(key: Key) -> str:

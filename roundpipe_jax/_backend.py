@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._jax import concrete_value, is_tracer, struct
+from roundpipe_core import Tape, replay
+from roundpipe_core._backend import to_host
+from roundpipe_core._host import HostArray
+
+from ._jax import concrete_value, is_float, is_tracer, struct
 from ._runs import stop_gradients
 
 __all__ = ["JaxArrays", "as_numpy", "aval_bytes"]
@@ -52,6 +57,61 @@ class JaxArrays:
 
     def without_gradient(self, function: Callable[[], Any]) -> Any:
         return stop_gradients(function())
+
+    def described(self, array: Any) -> tuple[str, tuple[int, ...]]:
+        return str(array.dtype), tuple(array.shape)
+
+    def extremes(self, array: Any) -> tuple[int, ...] | None:
+        if is_tracer(array):
+            return None
+        values = np.asarray(array)
+        return (int(values.min()), int(values.max())) if values.size else ()
+
+    def to_host(self, array: Any) -> HostArray:
+        host = to_host(np.asarray(array))
+        return HostArray(host.dtype, host.shape, host.data, self.name)
+
+    def adopt(self, array: Any, like: Any) -> Any:
+        values = array if isinstance(array, jax.Array) else _from_host(to_host(array))
+        dtype = jax.dtypes.canonicalize_dtype(values.dtype) if like is None else like.dtype
+        return _cast(values, dtype)
+
+    def distance(self, one: Any, two: Any) -> float:
+        a, b = as_numpy(one), as_numpy(two)
+        wide = np.complex128 if np.iscomplexobj(a) or np.iscomplexobj(b) else np.float64
+        a, b = a.astype(wide).reshape(-1), b.astype(wide).reshape(-1)
+        return float(np.linalg.norm(a - b)) / (float(np.linalg.norm(a)) or 1.0)
+
+    def value_and_gradient(
+        self, function: Callable[..., Any], weights: Any, inputs: Sequence[Any], tape: Tape | None
+    ) -> tuple[Any, Any, Any]:
+        leaves, tree = jax.tree.flatten(weights)
+        trained = [isinstance(leaf, jax.Array) and is_float(leaf) for leaf in leaves]
+
+        def loss_of(chosen: list[Any]) -> tuple[Any, Any]:
+            given = iter(chosen)
+            own = [next(given) if flag else leaf for leaf, flag in zip(leaves, trained, strict=True)]
+            result = function(jax.tree.unflatten(tree, own), *inputs)
+            return result if isinstance(result, tuple) else (result, None)
+
+        chosen = [leaf for leaf, flag in zip(leaves, trained, strict=True) if flag]
+        with replay(tape) if tape is not None else contextlib.nullcontext():
+            (loss, outputs), slopes = jax.value_and_grad(loss_of, has_aux=True)(chosen)
+        given = iter(slopes)
+        return loss, outputs, jax.tree.unflatten(tree, [next(given) if flag else None for flag in trained])
+
+
+def _from_host(host: HostArray) -> Any:
+    return np.frombuffer(host.data, jnp.dtype(host.dtype)).reshape(host.shape)
+
+
+def _cast(values: Any, dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.integer) and not is_tracer(values):
+        held = np.asarray(values)
+        bounds = np.iinfo(dtype)
+        if held.size and not bounds.min <= int(held.min()) <= int(held.max()) <= bounds.max:
+            raise ValueError(f"holds values that {dtype} cannot")
+    return jnp.asarray(values, dtype)
 
 
 def as_numpy(array: Any) -> Any:

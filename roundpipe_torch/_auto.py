@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe_core import Flip
 from roundpipe_core._phase import Phase, Run, thread
+from roundpipe_core._replay import TapedSlot
 from roundpipe_core._slots import Key, Place
 
 from ._decisions import Decisions, Kind, argument, built_in, is_composite, mutated, watcher
@@ -35,7 +36,7 @@ _KEY = torch._C._dispatch_key_parse("DeferredInit")
 _include: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included
 _excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
 _BELOW = torch._C._dispatch_key_parse("ADInplaceOrView")  # excluded inside kernels: what those do is not the layer's
-_COUNT = "auto"  # among a run's counts: the decisions met so far, of which each save takes note
+_COUNT = ("auto",)  # among a run's counts: the decisions met so far, of which each save takes note
 
 
 class Watched(functools.partial[Any]):
@@ -126,7 +127,9 @@ class _Watch:
 
     @staticmethod
     def _fits(run: Run, key: Key, what: str, place: Place) -> bool:
-        return _operation(key) == what and run.slot.entries[key].place == place
+        if _operation(key) != what:
+            return False
+        return isinstance(run.slot, TapedSlot) or run.slot.entries[key].place == place  # a tape may come from elsewhere
 
     def ended(self) -> None:
         """The run is over; a recompute must have met what the forward met."""

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree
 
-from roundpipe_core._backend import register_backend
+from roundpipe_core import Tape, replay
+from roundpipe_core._backend import backend_of, expand, numpys, origin_of, register_backend, to_host
+from roundpipe_core._host import HostArray
+from roundpipe_core._replay import TapedSlot
+from roundpipe_core._trees import flatten, unflatten
 
-__all__ = ["TorchBackend"]
+__all__ = ["TorchBackend", "adopted"]
 
 
 class TorchBackend:
@@ -59,6 +66,96 @@ class TorchBackend:
     def without_gradient(self, function: Callable[[], Any]) -> Any:
         with torch.no_grad():
             return function()
+
+    def described(self, array: torch.Tensor) -> tuple[str, tuple[int, ...]]:
+        return str(array.dtype).removeprefix("torch."), tuple(array.shape)
+
+    def extremes(self, array: torch.Tensor) -> tuple[int, ...] | None:
+        if array.is_meta or type(array) is FakeTensor:
+            return None
+        if not array.numel():
+            return ()
+        array = array.to(torch.int64) if array.dtype in _NO_EXTREMES else array
+        low, high = torch.aminmax(array)
+        return int(low), int(high)
+
+    def to_host(self, array: torch.Tensor) -> HostArray:
+        dtype, shape = self.described(array)
+        plain = array.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        data = ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.numel() else b""
+        return HostArray(dtype, shape, memoryview(data), self.name)
+
+    def adopt(self, array: Any, like: Any) -> torch.Tensor:
+        return _converted(array, *((None, None) if like is None else (like.dtype, like.device)))
+
+    def distance(self, one: torch.Tensor, two: torch.Tensor) -> float:
+        wide = torch.complex128 if one.is_complex() or two.is_complex() else torch.float64
+        a, b = one.detach().cpu().to(wide), two.detach().cpu().to(wide)
+        norm = float(torch.linalg.vector_norm(a))
+        return float(torch.linalg.vector_norm(a - b)) / (norm or 1.0)
+
+    def value_and_gradient(
+        self, function: Callable[..., Any], weights: Any, inputs: Sequence[Any], tape: Tape | None
+    ) -> tuple[Any, Any, Any]:
+        leaves: list[Any] = []
+        spec = flatten(weights, leaves, expand)
+        trained = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+        for leaf in trained:
+            leaf.requires_grad_()
+        with torch.enable_grad(), replay(tape) if tape is not None else contextlib.nullcontext():
+            result = function(unflatten(spec, iter(leaves)), *inputs)
+        loss, outputs = result if isinstance(result, tuple) else (result, None)
+        loss.backward()
+        gradients = iter([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in trained])
+        known = {id(leaf) for leaf in trained}
+        tree = unflatten(spec, (next(gradients) if id(leaf) in known else None for leaf in leaves))
+        return loss.detach(), outputs, tree
+
+
+_NO_EXTREMES = (torch.uint16, torch.uint32, torch.uint64)
+
+
+def from_host(host: HostArray) -> torch.Tensor:
+    """A tensor of one's own with the bytes of `host`."""
+    dtype = getattr(torch, host.dtype)
+    if not host.data.nbytes:
+        return torch.empty(host.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(host.data), dtype=dtype).reshape(host.shape)
+
+
+def adopted(slot: TapedSlot, leaf: Any, like: Any) -> Any:
+    """`leaf` of a tape, as the region that replays `slot` shall get it."""
+    backend = backend_of(like)
+    if backend is not None and backend.name != "torch":
+        return backend.adopt(leaf, like)
+    if backend is None and origin_of(leaf) == "numpy":  # is one in any framework
+        return numpys.adopt(leaf, None)
+    device = like.device if backend is not None else slot.device
+    dtype = like.dtype if backend is not None else None
+    return slot.tape.converted(leaf, (device, dtype), lambda: _converted(leaf, dtype, device))
+
+
+def _converted(leaf: Any, dtype: torch.dtype | None, device: torch.device | None) -> torch.Tensor:
+    foreign = origin_of(leaf) != "torch"
+    tensor = leaf if isinstance(leaf, torch.Tensor) else from_host(to_host(leaf))
+    if dtype is None and foreign and _is_integer(tensor.dtype):
+        dtype = torch.int64  # indices in any other type are refused, or taken for a mask
+    return _cast(tensor, dtype or tensor.dtype).to(device or tensor.device)
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if tensor.dtype is dtype:
+        return tensor
+    cast = tensor.to(dtype)
+    if _is_integer(dtype) and not torch.equal(cast.to(tensor.dtype), tensor):
+        raise ValueError(f"holds values that {dtype} cannot")
+    if _is_integer(dtype) and (cast < 0).any() and not tensor.dtype.is_signed:
+        raise ValueError(f"holds values that {dtype} cannot")
+    return cast
 
 
 def differing_rows(

@@ -19,6 +19,7 @@ from ._auto import watching
 from ._decisions import as_decisions
 from ._errors import wrong_option
 from ._frames import Frame, Options, TorchRun
+from ._inputs import line_up
 from ._reentrant import reentrant
 from ._state import Generators, generators_of
 
@@ -149,6 +150,8 @@ def run_region(
         return function(*args, **kwargs)  # R2: no backward will come
     phase, slot = open_slot(options.label or function)
     function = watching(function, options.auto, outer)
+    if slot.rows is not None:
+        line_up(slot, args, kwargs)
     if not tracked or phase is Phase.AUDIT:
         outputs = _run_untracked(function, args, kwargs, phase, slot, options)
     elif use_reentrant:

@@ -20,9 +20,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from roundpipe_core import RoundPipeError
 from roundpipe_core._backend import expand
 from roundpipe_core._phase import Phase, Run, thread
+from roundpipe_core._replay import TapedSlot
 from roundpipe_core._slots import Slot
 from roundpipe_core._trees import flatten
 
+from ._backend import adopted
 from ._decisions import Decisions
 from ._errors import (
     context_swallowed,
@@ -102,6 +104,9 @@ class TorchRun(Run):
         """Whether this run drew random numbers, other than for a decision."""
         return self._drew or bool(self.generators and self._aligned and not self.generators.at(self._aligned))
 
+    def adopt(self, leaf: Any, like: Any) -> Any:  # R13
+        return adopted(self.slot, leaf, like) if isinstance(self.slot, TapedSlot) else leaf
+
     def without_gradient(self, function: Callable[[], Any]) -> Any:
         with torch.no_grad():
             return function()
@@ -166,7 +171,7 @@ class Frame:
         self._lock = threading.RLock()
         self._needed: list[int] = []
         self._outputs: Any = None
-        self._verified = options.verify == "off"
+        self._verified = options.verify == "off" or isinstance(slot, TapedSlot)  # a replay repeats nothing
         self._crowded = False
         self.returned = False
         self.stop_at = -1

@@ -11,6 +11,8 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+from roundpipe_core._slots import AutoLabel
+
 from ._checkpoint import options_from, run_region
 from ._decisions import as_decisions
 from ._errors import wrong_option
@@ -124,7 +126,7 @@ class _Forward:
 def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     cls = type(module)
     inner = module.__dict__.get("forward") or functools.partial(cls._remat_original.forward, module)
-    return call(inner, {"label": cls.__qualname__, **cls._remat_options}, args, kwargs)
+    return call(inner, {"label": AutoLabel(cls.__qualname__), **cls._remat_options}, args, kwargs)
 
 
 def _remat_module(module: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Module:

@@ -1,0 +1,406 @@
+"""`record` and `replay`: a run around a whole model (R13).
+
+Both are runs like a region's own, so that regions find them as they would find an outer region. A recording is a
+forward whose slot becomes a tape; a replay is a recompute whose slot was made from one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Literal
+
+from ._backend import backend_of, expand, frontend, numpys, only_frontend, origin_of
+from ._errors import OptionError, PhaseError, TapeError, message
+from ._host import kind_of
+from ._phase import Phase, Run, thread
+from ._slots import NOTHING, AutoLabel, Entry, Place, Slot, label_of, row_counts, spoken, where
+from ._tape import (
+    ONCE,
+    OUTSIDE,
+    Decision,
+    Region,
+    Scope,
+    Tape,
+    check_range,
+    described,
+    portable,
+    refuse_outside,
+    taken_from,
+)
+from ._trees import Node, Spec, flatten, paths, unflatten
+
+__all__ = ["record", "replay"]
+
+
+class _TapeRun(Run):
+    """A recording or a replay. Saved outside of regions, data is kept in order: each save is the next."""
+
+    __slots__ = ()
+
+    def save(self, data: tuple[Any, ...], name: str | None, place: Place) -> tuple[Any, ...]:
+        return super().save(data, self._next(name), place)
+
+    def get(self, name: str | None, place: Place) -> tuple[Any, ...]:
+        return super().get(self._next(name), place)
+
+    def adopt(self, leaf: Any, like: Any) -> Any:
+        # Outside of regions nobody says which framework asks: that of the layer's own data, or the tape's.
+        backend = backend_of(like)
+        if backend is not None:
+            return backend.adopt(leaf, like)
+        if origin_of(leaf) == "numpy":
+            return numpys.adopt(leaf, None)
+        home = frontend(origin_of(leaf)) or only_frontend()
+        return leaf if home is None or home is backend_of(leaf) else home.adopt(leaf, None)
+
+    def _next(self, name: str | None) -> str | None:
+        count = self.count(("saved outside of regions", *self.scope, name))
+        return _numbered(name, count)
+
+
+_UNNAMED = "(unnamed)"
+
+
+def _numbered(name: str | None, count: int) -> str | None:
+    return name if count == 0 else f"{name or _UNNAMED} #{count}"
+
+
+class record:  # noqa: N801 - used like a function
+    """Keep the decisions of the layers that run in here.
+
+    >>> from roundpipe_core import record, replay, save_for_recompute
+    >>> def route(scores):
+    ...     best, = save_for_recompute(max(scores))
+    ...     return best
+    >>> with record() as tape:
+    ...     route([1, 5, 2])
+    5
+    >>> with replay(tape):
+    ...     route([1, 5, 9])
+    5
+
+    The tape is complete when the block has ended. It takes what checkpointed layers save, gradients on or off, in the
+    order in which they ran, and what is saved outside of them. Only this thread is recorded.
+
+    Raises:
+        PhaseError: begun inside a checkpointed layer, a recording or a replay.
+
+    Implements R13.
+    """
+
+    __slots__ = ("_run", "_tape")
+
+    def __init__(self) -> None:
+        self._run: Run | None = None
+
+    def __enter__(self) -> Tape:
+        _refuse_inside("record")
+        slot = Slot(AutoLabel(OUTSIDE))
+        slot.rows = frozenset()
+        self._tape = Tape()
+        self._run = thread.run = _TapeRun(Phase.FORWARD, slot)
+        return self._tape
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> Literal[False]:
+        run, self._run = self._run, None
+        thread.run = None
+        assert run is not None
+        self._tape.root = taken_from(run.slot)
+        return False
+
+
+class replay:  # noqa: N801 - used like a function
+    """Run layers with the decisions of a tape: in here `doing_recompute()` is True in the forward already.
+
+    >>> from roundpipe_core import record, recompute_once, replay
+    >>> with record() as tape:
+    ...     recompute_once(lambda: 4)
+    4
+    >>> with replay(tape):
+    ...     recompute_once(lambda: 5)
+    4
+
+    Backward may run inside the block or after it. Only this thread replays. A layer finds its decisions by its label
+    where the tape has that label, by its place in the order where the other framework calls its layers otherwise.
+    Arrays of another framework are converted; integers arrive in the framework's own index type.
+
+    Args:
+        tape: made by `record`, `Tape.load` or `Tape.from_routing`, in this framework or the other. May be replayed
+            again and again.
+        below: the number of experts: all integers of the tape have to be indices from 0 to `below` - 1. A dict gives
+            it per name of a save.
+
+    Raises:
+        TapeError: the tape does not fit: a decision is missing or left over, has another structure, shape or kind of
+            dtype, is out of range, or was made for another number of rows.
+        PhaseError: begun inside a checkpointed layer, a recording or a replay.
+
+    Implements R13.
+    """
+
+    __slots__ = ("_below", "_run", "_tape")
+
+    def __init__(self, tape: Tape, *, below: int | dict[str, int] | None = None) -> None:
+        if not isinstance(tape, Tape):
+            raise OptionError(
+                message(
+                    f"replay takes a Tape, not {type(tape).__name__}.",
+                    [],
+                    "make one by `with record() as tape:`, Tape.load(path) or Tape.from_routing(routing).",
+                )
+            )
+        self._tape, self._below = tape, below
+        self._run: Run | None = None
+
+    def __enter__(self) -> Tape:
+        _refuse_inside("replay")
+        for layer, _, decision in self._tape.decisions():
+            check_range(layer, decision)
+            _check_below(layer, decision, self._below)
+        self._run = thread.run = _TapeRun(Phase.RECOMPUTE, TapedSlot(self._tape.root, self._tape))
+        return self._tape
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> Literal[False]:
+        run, self._run = self._run, None
+        thread.run = None
+        assert run is not None
+        if kind is None:
+            _check_all_replayed(run)
+        return False
+
+
+def _refuse_inside(name: str) -> None:
+    outer = thread.run
+    if outer is None:
+        return
+    inside = f"layer {outer.slot.label!r}"
+    if isinstance(outer, _TapeRun):
+        inside = "a recording" if outer.phase is Phase.FORWARD else "a replay"
+    raise PhaseError(
+        message(
+            f"{name}() was begun inside {inside}.",
+            [],
+            "open it around the whole model's forward, outside of checkpointed layers and of another tape.",
+        )
+    )
+
+
+def _check_below(layer: str, decision: Decision, below: int | dict[str, int] | None) -> None:
+    limit = below.get(decision.key[1] or "") if isinstance(below, dict) else below
+    if limit is None:
+        return
+    known = refuse_outside(layer, decision, limit)
+    if not known and (decision.below is None or decision.below > limit):
+        raise TapeError(
+            message(
+                f"tape, layer {layer!r}, {spoken(decision.key)}: whether all integers are below {limit} cannot be seen "
+                "while this is traced.",
+                [("the tape declares", str(decision.below))],
+                "say so before it is traced: tape.declare(below=...).",
+            )
+        )
+
+
+def _check_all_replayed(run: Run) -> None:
+    left = [child for child in _taped(run.slot).sequence if child not in run.taken]
+    deaf = [child for child in run.taken if not _is_read(_taped(child))]
+    unread = [entry for entry in run.slot.entries.values() if isinstance(entry, _TapedEntry) and not entry.was_read]
+    if not left and not deaf and not unread:
+        return
+    facts = [("never run", repr(child.label)) for child in left[:6]]
+    facts += [("ran, and asked for nothing", repr(child.label)) for child in deaf[:6]]
+    facts += [("never read", spoken(entry.decision.key)) for entry in unread[:6]]
+    raise TapeError(
+        message(
+            f"the tape holds more than the model asked for: {len(left) + len(deaf) + len(unread)} left over.",
+            facts,
+            "replay it with the model and the number of forwards it was recorded from, one tape a microbatch.",
+        )
+    )
+
+
+def _is_read(slot: TapedSlot) -> bool:
+    own = [entry for entry in slot.entries.values() if isinstance(entry, _TapedEntry)]
+    inner = slot.sequence
+    if not own and not any(child.entries or child.sequence for child in inner):
+        return True
+    return any(entry.was_read for entry in own) or any(_is_read(child) for child in inner if child.entries)
+
+
+def _taped(slot: Slot) -> TapedSlot:
+    assert isinstance(slot, TapedSlot)
+    return slot
+
+
+# ------------------------------------------------------------------------------------- slots from a tape
+
+
+class TapedSlot(Slot):
+    """A slot that a tape has filled. Labels are those of another process, maybe of another framework."""
+
+    __slots__ = ("_by_order", "device", "sequence", "tape")
+
+    def __init__(self, region: Region, tape: Tape) -> None:
+        super().__init__(region.label if region.given else AutoLabel(region.label))
+        self.tape = tape
+        self.device: Any = None
+        self.rows = region.rows
+        self.sequence = [TapedSlot(inner, tape) for inner in region.regions]
+        for inner, slot in zip(region.regions, self.sequence, strict=True):
+            self.children.setdefault((inner.scope, inner.label), []).append(slot)
+        for decision in region.decisions:
+            self.entries[decision.key] = _TapedEntry(self, decision)
+        self._by_order: dict[Scope, list[str]] = {}
+        for scope, name in list(self.entries):
+            if name is not None and name.startswith(ONCE):
+                self._by_order.setdefault(scope, []).append(name)
+
+    def met(self, scope: Scope, label: Any, count: int, taken: set[Slot]) -> Slot:
+        chosen_by_user = isinstance(label, str) and not isinstance(label, AutoLabel)
+        name = label if chosen_by_user else portable(label_of(label))
+        alike = self.children.get((scope, name))
+        chosen = next((slot for slot in alike or self._in(scope) if slot not in taken), None)
+        if chosen is None:
+            raise self._missing(scope, name)
+        if alike is None and chosen_by_user and chosen.given:
+            raise self._other_label(name, chosen.label)
+        taken.add(chosen)
+        return chosen
+
+    def _in(self, scope: Scope) -> Iterator[Slot]:
+        """The regions of a scope, in the order they ran."""
+        held = itertools.chain.from_iterable(slots for (at, _), slots in self.children.items() if at == scope)
+        return iter(sorted(held, key=lambda slot: slot.born))
+
+    def child_name(self, label: str) -> str:
+        return portable(label)
+
+    def once_name(self, scope: Scope, label: str) -> str:
+        name = f"{ONCE}{portable(label)})"
+        return name if (scope, name) in self.entries else ONCE
+
+    def read(self, key: Any, place: Place) -> Entry:
+        scope, name = key
+        if name is not None and name.startswith(ONCE) and key not in self.entries:  # called otherwise: by its order
+            count = int(name.partition(" #")[2] or 0)
+            names = self._by_order.get(scope, [])
+            if count < len(names):
+                key = (scope, names[count])
+        if key not in self.entries:
+            raise self._no_such(key, place)
+        return self.entries[key]
+
+    def line_up(self, shapes: Any, device: Any) -> None:
+        self.device = device
+        now, before = row_counts(shapes), self.rows or frozenset()
+        for entry in self.entries.values():
+            if isinstance(entry, _TapedEntry):
+                entry.line_up(before, now)
+
+    def _missing(self, scope: Scope, name: str) -> TapeError:
+        held = [slot.label for slot in self._in(scope)]
+        return TapeError(
+            message(
+                f"the tape has no decisions left for layer {name!r}.",
+                [("inside", repr(self.label)), ("it holds", f"{len(held)}: {', '.join(map(repr, held[:6]))}")],
+                "replay it with the model it was recorded from, and one forward for one.",
+            )
+        )
+
+    def _other_label(self, name: str, held: str) -> TapeError:
+        return TapeError(
+            message(
+                f"layer {name!r} runs where the tape has layer {held!r}.",
+                [("inside", repr(self.label))],
+                "label the layers alike in both models, or let neither be labelled: then their order counts.",
+            )
+        )
+
+    def _no_such(self, key: Any, place: Place) -> TapeError:
+        held = [("the tape has", spoken(known)) for known in self.entries]
+        return TapeError(
+            message(
+                f"the tape has nothing for layer {self.label!r}, {spoken(key)}.",
+                [("asked for at", where(place)), *held[:8]],
+                "save under the same names and scopes in the model that is recorded and the one that replays.",
+            )
+        )
+
+
+class _TapedEntry(Entry):
+    """A decision of a tape, handed to layers of any framework."""
+
+    __slots__ = ("_layer", "decision", "was_read")
+
+    def __init__(self, slot: TapedSlot, decision: Decision) -> None:
+        self.decision = decision
+        self.was_read = False
+        self._layer = slot.label
+        self.spec, self.leaves, self.counts, self.state = decision.spec, decision.leaves, decision.counts, None
+        self.place = decision.place or ("a tape", 0)
+        self.backends = [backend_of(leaf) for leaf in self.leaves]
+
+    def value(self, run: Run, data: Any) -> Any:
+        own: list[Any] = []
+        if data is not NOTHING:
+            self._check_fit(data, own)
+        self.was_read = True
+        likes = own or [NOTHING] * len(self.leaves)
+        return unflatten(self.spec, (self._adopted(run, n, like) for n, like in enumerate(likes)))
+
+    def _adopted(self, run: Run, n: int, like: Any) -> Any:
+        backend, leaf = self.backends[n], self.leaves[n]
+        if backend is None:
+            return leaf
+        try:
+            taken = run.adopt(leaf, like)
+        except TapeError:
+            raise
+        except (ValueError, TypeError, OverflowError) as error:
+            raise self._unfit(n, str(error).partition("\n")[0]) from error
+        owner = backend_of(taken)
+        return taken if owner is None else owner.restore(taken)
+
+    def _check_fit(self, data: Any, own: list[Any]) -> None:
+        spec = flatten(data, own, expand)
+        if not _alike(spec, self.spec) or len(own) != len(self.leaves):
+            names = ["the tape " + ", ".join(paths(self.spec)), "the layer " + ", ".join(paths(spec))]
+            raise self._unfit(0, f"another structure: {'; '.join(names)}")
+        for n, (leaf, mine) in enumerate(zip(self.leaves, own, strict=True)):
+            (dtype, shape), (wanted, like) = described(leaf), described(mine)
+            if shape != like:
+                raise self._unfit(n, f"shape {list(shape)}, where the layer decides {list(like)}")
+            if kind_of(dtype) != kind_of(wanted):
+                raise self._unfit(n, f"{dtype}, where the layer decides {wanted}")
+
+    def line_up(self, before: frozenset[int], now: frozenset[int]) -> None:
+        for n, leaf in enumerate(self.leaves):
+            shape = described(leaf)[1]
+            if now and shape and shape[0] in before and shape[0] not in now:
+                rows = ", ".join(map(str, sorted(now)[:8]))
+                raise self._unfit(n, f"{shape[0]} rows, as an input had; now inputs have {rows}")
+
+    def _unfit(self, n: int, what: str) -> TapeError:
+        item = list(paths(self.spec))[n] if self.leaves else ""
+        return TapeError(
+            message(
+                f"the tape does not fit layer {self._layer!r}, {spoken(self.decision.key)}, item {item}: {what}.",
+                [("saved at", where(self.place))] if self.decision.place else [],
+                "replay it with the inputs and the model it was recorded from.",
+            )
+        )
+
+
+def _alike(one: Spec, two: Spec) -> bool:
+    """The same structure, whatever the containers are called."""
+    if not isinstance(one, Node) or not isinstance(two, Node):
+        return one is two
+    if issubclass(one.kind, dict) and issubclass(two.kind, dict) and one.keys != two.keys:
+        return False
+    return len(one.children) == len(two.children) and all(map(_alike, one.children, two.children))

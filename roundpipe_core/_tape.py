@@ -1,0 +1,319 @@
+"""Tapes: what a run decided, kept apart from the graph that decided it (R13).
+
+A tape is a tree of regions, in the order in which they ran, each with its decisions in the order in which they were
+saved. It shares the arrays of the slots it was recorded from, and copies nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from ._backend import backend_of
+from ._errors import TapeError, message
+from ._host import kind_of
+from ._slots import Entry, Key, Place, Slot, spoken
+from ._trees import LEAF, Node, Spec, paths
+
+__all__ = ["Decision", "Region", "Skeleton", "Tape", "TapeEntry", "portable", "taken_from"]
+
+ONCE = "recompute_once("
+OUTSIDE = "outside of layers"
+Scope = tuple[str, ...]
+
+
+class Decision:
+    """One save."""
+
+    __slots__ = ("below", "checked", "counts", "key", "leaves", "place", "spec")
+
+    def __init__(
+        self, key: Key, spec: Spec, leaves: list[Any], place: Place | None = None, below: int | None = None
+    ) -> None:
+        self.key, self.spec, self.leaves, self.place = key, spec, leaves, place
+        self.counts: dict[Any, int] = {}  # what the region had met by then, see `Entry.counts`
+        self.below = below  # its integers are said to be at least 0 and below this
+        self.checked = False  # and that was looked at
+
+
+class Region:
+    """One call of a checkpointed layer. `given` tells whether the user chose its label."""
+
+    __slots__ = ("decisions", "given", "label", "regions", "rows", "scope")
+
+    def __init__(self, label: str, *, given: bool, scope: Scope = (), rows: frozenset[int] = frozenset()) -> None:
+        self.label, self.given, self.scope, self.rows = label, given, scope, rows
+        self.decisions: list[Decision] = []
+        self.regions: list[Region] = []
+
+    def walk(self, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Region]]:
+        """This region and all inside it, outermost first, with the labels that lead there."""
+        yield path, self
+        for region in self.regions:
+            yield from region.walk((*path, *region.scope, region.label))
+
+
+class TapeEntry(NamedTuple):
+    """One array or value of a tape."""
+
+    layer: str
+    """The labels of the regions around it, joined by ``/``."""
+    order: int
+    """Which region of the tape it belongs to, counted in the order they ran."""
+    name: str | None
+    """The save's `name`."""
+    scope: str
+    """The `layer_scope` it was saved in, joined by ``/``."""
+    item: str
+    """Where it sits in the saved data, such as ``[0]['index']``."""
+    dtype: str
+    """``int64``, ``bfloat16``; for other values the name of their type."""
+    shape: tuple[int, ...]
+    value: Any
+
+
+class Tape:
+    """The decisions of a run, in the order of its regions. Made by `record`, read by `replay`.
+
+    >>> from roundpipe_core import Tape, record, save_for_recompute
+    >>> with record() as tape:
+    ...     _ = save_for_recompute("left", 3)
+    >>> [(entry.item, entry.value) for entry in tape.entries()]
+    [('[0]', 'left'), ('[1]', 3)]
+
+    In JAX a tape is a pytree whose leaves are its arrays: a jitted function may take and return one.
+
+    Implements R13.
+    """
+
+    __slots__ = ("_owned", "root")
+
+    def __init__(self, root: Region | None = None) -> None:
+        self.root = root or Region(OUTSIDE, given=False)
+        self._owned: dict[Any, Any] = {}  # what frontends have made of it, such as copies of its arrays
+
+    def __repr__(self) -> str:
+        regions = sum(1 for _ in self.root.walk()) - 1
+        return f"<Tape of {regions} regions, {sum(1 for _ in self.decisions())} decisions, {self.nbytes()} bytes>"
+
+    def decisions(self) -> Iterator[tuple[str, int, Decision]]:
+        """Each save with the labels around it and its region's number."""
+        for order, (path, region) in enumerate(self.root.walk()):
+            for decision in region.decisions:
+                yield "/".join(path), order - 1, decision
+
+    def entries(self) -> list[TapeEntry]:
+        """Each array and value."""
+        return [
+            TapeEntry(layer, order, decision.key[1], "/".join(decision.key[0]), item, *described(leaf), leaf)
+            for layer, order, decision in self.decisions()
+            for item, leaf in zip(paths(decision.spec), decision.leaves, strict=True)
+        ]
+
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        held = (leaf for _, _, decision in self.decisions() for leaf in decision.leaves)
+        return sum(backend.nbytes(leaf) for leaf in held if (backend := backend_of(leaf)) is not None)
+
+    def declare(self, *, below: int, name: str | None = None, layer: str | None = None) -> Tape:
+        """Say that integers of this tape are indices from 0 to `below` - 1, and check those that are.
+
+        >>> from roundpipe_core import record, save_for_recompute
+        >>> import numpy as np
+        >>> with record() as tape:
+        ...     _ = save_for_recompute(np.array([[3, 1], [0, 2]]), name="experts")
+        >>> tape.declare(below=4, name="experts")
+        <Tape of 0 regions, 1 decisions, 32 bytes>
+
+        Args:
+            below: number of experts, say.
+            name: of the save; None: of every save.
+            layer: only in regions of this label; None: in all.
+
+        Returns:
+            The same tape.
+
+        Raises:
+            TapeError: an index is out of range, with its place; or nothing has that name and layer.
+        """
+        found = False
+        for path, _, decision in self.decisions():
+            if name in (None, decision.key[1]) and layer in (None, path, path.rpartition("/")[2]):
+                found = True
+                decision.checked = refuse_outside(path, decision, below)
+                decision.below = below
+        if not found:
+            raise TapeError(
+                message(
+                    f"the tape has no decision {f'named {name!r}' if name else 'at all'} in {layer or 'any layer'}.",
+                    [("it has", ", ".join(sorted({f"{p}: {spoken(d.key)}" for p, _, d in self.decisions()})[:8]))],
+                    "name one that it has; tape.entries() lists them.",
+                )
+            )
+        return self
+
+    def converted(self, leaf: Any, key: Any, make: Callable[[], Any]) -> Any:
+        """`make()`, kept with the tape: what a frontend converts serves every recompute and replay."""
+        key = (id(leaf), key)
+        if key not in self._owned:
+            self._owned[key] = make()
+        return self._owned[key]
+
+    def split(self) -> tuple[list[Any], Skeleton]:
+        """The arrays, in order, and all that is not an array."""
+        arrays: list[Any] = []
+        taken = self.mapped(lambda leaf: _taken(leaf, arrays))
+        return arrays, Skeleton(taken.root)
+
+    def mapped(self, change: Callable[[Any], Any]) -> Tape:
+        """A tape with `change` of each array and value."""
+        return Tape(_mapped(self.root, change))
+
+
+class Skeleton:
+    """A tape without its arrays. Equal, and hashed alike, where the tapes are alike but for those."""
+
+    __slots__ = ("_root", "key")
+
+    def __init__(self, root: Region) -> None:
+        self._root = root
+        self.key = json.dumps(_summary(root), default=repr)
+
+    def filled(self, arrays: Sequence[Any]) -> Tape:
+        """The tape with these arrays."""
+        given = iter(arrays)
+        return Tape(_mapped(self._root, lambda leaf: next(given) if leaf is _ARRAY else leaf))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Skeleton) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+class _Array:
+    def __repr__(self) -> str:
+        return "<array>"
+
+
+_ARRAY = _Array()
+
+
+def _taken(leaf: Any, arrays: list[Any]) -> Any:
+    if backend_of(leaf) is None:
+        return leaf
+    arrays.append(leaf)
+    return _ARRAY
+
+
+def _mapped(region: Region, change: Callable[[Any], Any]) -> Region:
+    new = Region(region.label, given=region.given, scope=region.scope, rows=region.rows)
+    for old in region.decisions:
+        decision = Decision(old.key, old.spec, [change(leaf) for leaf in old.leaves], old.place, old.below)
+        decision.counts = old.counts
+        new.decisions.append(decision)
+    new.regions = [_mapped(inner, change) for inner in region.regions]
+    return new
+
+
+def _summary(region: Region) -> Any:
+    return [
+        region.label,
+        region.given,
+        region.scope,
+        sorted(region.rows),
+        [[d.key, outline(d.spec), d.leaves, d.below, sorted(map(repr, d.counts.items()))] for d in region.decisions],
+        [_summary(inner) for inner in region.regions],
+    ]
+
+
+def outline(spec: Spec) -> Any:
+    """The containers of a value, as JSON could have them."""
+    if spec is LEAF or not isinstance(spec, Node):
+        return None
+    return [spec.kind.__qualname__, spec.keys, [outline(child) for child in spec.children]]
+
+
+def portable(label: str) -> str:
+    """A label without the place of the function: the same in another checkout, another process."""
+    name, bracket, _ = label.partition(" (")
+    return name if bracket and label.endswith(")") else label
+
+
+def portable_name(name: str | None) -> str | None:
+    """The name of a save, the same in another checkout."""
+    if name is None or not name.startswith(ONCE):
+        return name
+    label, _, count = name[len(ONCE) :].rpartition(")")
+    return f"{ONCE}{portable(label)}){count}"
+
+
+def taken_from(slot: Slot, scope: Scope = ()) -> Region:
+    """The region of a slot that a forward has filled."""
+    label = slot.label if slot.given else portable(slot.label)
+    region = Region(label, given=slot.given, scope=scope, rows=slot.rows or frozenset())
+    region.decisions = [_decision(key, entry) for key, entry in slot.entries.items()]
+    inner = [(key[0], child) for key, children in slot.children.items() for child in children]
+    inner.sort(key=lambda pair: pair[1].born)
+    region.regions = [taken_from(child, scope) for scope, child in inner]
+    return region
+
+
+def _decision(key: Key, entry: Entry) -> Decision:
+    decision = Decision((key[0], portable_name(key[1])), entry.spec, entry.leaves, entry.place)
+    for met, count in entry.counts.items():
+        name = (*met[:-1], portable_name(portable(met[-1]))) if isinstance(met[-1], str) else met
+        decision.counts[name] = decision.counts.get(name, 0) + count
+    return decision
+
+
+# ------------------------------------------------------------------------------------------- what is in it
+
+
+def described(leaf: Any) -> tuple[str, tuple[int, ...]]:
+    """Dtype and shape of an array; the type of anything else."""
+    backend = backend_of(leaf)
+    return (type(leaf).__name__, ()) if backend is None else backend.described(leaf)
+
+
+def check_range(layer: str, decision: Decision) -> None:
+    """Refuse integers outside of the range that `decision` is declared to keep."""
+    if not decision.checked and decision.below is not None:
+        decision.checked = refuse_outside(layer, decision, decision.below)
+
+
+def refuse_outside(layer: str, decision: Decision, below: int) -> bool:
+    """Refuse integers that are not from 0 to `below` - 1. Returns whether all are known."""
+    known = True
+    for item, leaf in zip(paths(decision.spec), decision.leaves, strict=True):
+        extremes = integer_extremes(leaf)
+        if extremes is None:
+            known = False
+        elif extremes and not 0 <= extremes[0] <= extremes[1] < below:
+            raise out_of_range(layer, decision, item, extremes, below)
+    return known
+
+
+def integer_extremes(leaf: Any) -> tuple[int, ...] | None:
+    """Least and greatest integer of `leaf`; () if it holds none; None if they are not known yet."""
+    if isinstance(leaf, int) and not isinstance(leaf, bool):
+        return leaf, leaf
+    backend = backend_of(leaf)
+    if backend is None or kind_of(backend.described(leaf)[0]) != "integer":
+        return ()
+    return backend.extremes(leaf)
+
+
+def out_of_range(layer: str, decision: Decision, item: str, extremes: tuple[int, ...], below: int) -> TapeError:
+    """An index that would reach outside."""
+    low, high = extremes
+    sentinel = " -1 marks what was not routed, and would train the last expert." if low == -1 else ""
+    return TapeError(
+        message(
+            f"tape, layer {layer!r}, {spoken(decision.key)}, item {item}: integers from {low} to {high}, "
+            f"where 0 to {below - 1} are in range.{sentinel}",
+            [],
+            "replay a tape of a model with as many experts, or mend the routing where it was made.",
+        )
+    )

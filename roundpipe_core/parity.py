@@ -1,0 +1,231 @@
+"""Is the model ported to another framework the same? Run both with one tape, and compare.
+
+A port differs from its original in rounding, and a decision on a near tie differs with it: then everything after it
+differs, and nothing is proven. With the original's decisions replayed in the port, what is left is arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ._backend import Frontend, backend_of, expand, frontend, origin_of
+from ._errors import OptionError, ParityError, message
+from ._replay import record
+from ._tape import Tape, described
+from ._trees import flatten, paths, unflatten
+
+__all__ = ["Comparison", "Row", "check", "compare", "converted"]
+
+
+class Row(NamedTuple):
+    """One array of both sides."""
+
+    name: str
+    shape: tuple[int, ...]
+    distance: float
+    """Norm of the difference over the norm of the first side's; infinite where the two cannot be compared."""
+    limit: float
+
+    @property
+    def close(self) -> bool:
+        """Whether the distance is within the limit; NaN is not."""
+        return self.distance <= self.limit
+
+    def cells(self) -> tuple[str, ...]:
+        """As a line of the table."""
+        mark = "" if self.close else "<-- apart"
+        return self.name, str(list(self.shape)), f"{self.distance:.1e}", f"{self.limit:.0e}", mark
+
+
+class Comparison(NamedTuple):
+    """How far two sides are apart, array by array. Prints as a table."""
+
+    sides: tuple[str, str]
+    rows: tuple[Row, ...]
+    tapes: tuple[Tape, Tape] | None = None
+    """What each side decided, where each decided itself."""
+
+    @property
+    def close(self) -> bool:
+        """Whether all arrays are within their limits."""
+        return all(row.close for row in self.rows)
+
+    def __str__(self) -> str:
+        head = ("array", "shape", "distance", "limit", "")
+        body = [
+            (
+                row.name,
+                str(list(row.shape)),
+                f"{row.distance:.1e}",
+                f"{row.limit:.0e}",
+                "" if row.close else "<-- apart",
+            )
+            for row in self.rows
+        ]
+        widths = [max(len(line[n]) for line in (head, *body)) for n in range(len(head))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in (head, *body)
+        ]
+        return "\n".join([f"{self.sides[1]} against {self.sides[0]}", *lines])
+
+    def raise_if_apart(self) -> Comparison:
+        """`ParityError` with the table, unless all is within its limits."""
+        if self.close:
+            return self
+        apart = [row for row in self.rows if not row.close]
+        raise ParityError(
+            message(
+                f"{len(apart)} of {len(self.rows)} arrays are further apart than allowed, the first {apart[0].name!r}.",
+                [("table", "\n" + str(self))],
+                "look at the first of them in the order of the computation; raise the limits if it is rounding only.",
+            )
+        )
+
+
+def converted(framework: str, values: Any) -> Any:
+    """`values`, any containers, with every array in them as one of `framework`'s own.
+
+    >>> import numpy as np, torch, roundpipe_torch
+    >>> from roundpipe_core import parity
+    >>> parity.converted("torch", {"w": np.ones(2, "float32"), "steps": 3})
+    {'w': tensor([1., 1.]), 'steps': 3}
+
+    Args:
+        framework: "torch" or "jax"; its frontend has to be imported.
+        values: of any framework. Arrays are copied; integers become the framework's index type.
+
+    Raises:
+        OptionError: no frontend of that name is imported.
+        ValueError: an array's values would change.
+    """
+    return _converted(_frontend(framework), values)
+
+
+def check(
+    original: Callable[..., Any],
+    port: Callable[..., Any],
+    weights: Any,
+    inputs: Sequence[Any] = (),
+    *,
+    frameworks: tuple[str, str] = ("torch", "jax"),
+    replayed: bool = True,
+    rtol: float = 1e-5,
+    limits: Mapping[str, float] | None = None,
+) -> Comparison:
+    """Run a model and its port on the same weights and inputs, and compare loss, outputs and all gradients.
+
+    >>> import torch, roundpipe_torch
+    >>> from roundpipe_core import parity, save_for_recompute
+    >>> def loss(weights, x):
+    ...     best, = save_for_recompute((x @ weights["w"]).detach().argmax(-1))
+    ...     return (x @ weights["w"]).gather(-1, best[:, None]).sum()
+    >>> check = parity.check(loss, loss, {"w": torch.ones(4, 3)}, [torch.ones(2, 4)], frameworks=("torch", "torch"))
+    >>> print(check)
+    torch against torch
+    array              shape   distance  limit
+    loss               []      0.0e+00   1e-05
+    gradient of ['w']  [4, 3]  0.0e+00   1e-05
+    >>> check.raise_if_apart().close
+    True
+
+    Args:
+        original: called as `original(weights, *inputs)`; gives the loss, or `(loss, outputs)`.
+        port: the same, in the other framework.
+        weights: containers of floating arrays, such as a dict; each side gets them as its own.
+        inputs: more arguments, arrays or not.
+        frameworks: of the two sides. The frontends have to be imported.
+        replayed: the port takes the original's decisions; False: each decides itself, and `tapes` has both.
+        rtol: how far loss, outputs and gradients may be apart, as norm over norm.
+        limits: others, per row of the table.
+
+    Returns:
+        A table, which is true to its word only through `raise_if_apart()` or `close`.
+
+    Raises:
+        TapeError: the original's decisions do not fit the port (R13).
+    """
+    first, second = map(_frontend, frameworks)
+    with record() as tape:
+        one = _run(first, original, weights, inputs, None)
+    tapes = None
+    if replayed:
+        two = _run(second, port, weights, inputs, tape)
+    else:
+        with record() as other:
+            two = _run(second, port, weights, inputs, None)
+        tapes = (tape, other)
+    return compare(one, two, sides=frameworks, rtol=rtol, limits=limits)._replace(tapes=tapes)
+
+
+def compare(
+    one: Mapping[str, Any],
+    two: Mapping[str, Any],
+    *,
+    sides: tuple[str, str] = ("one", "two"),
+    rtol: float = 1e-5,
+    limits: Mapping[str, float] | None = None,
+) -> Comparison:
+    """Compare named arrays of two sides, of any frameworks.
+
+    >>> import torch, roundpipe_torch
+    >>> from roundpipe_core import parity
+    >>> parity.compare({"y": torch.ones(3)}, {"y": torch.ones(3) * 1.5}).rows[0].distance
+    0.5
+
+    Args:
+        one: arrays by name; the distances are relative to these.
+        two: arrays by name.
+        sides: what the table calls the two.
+        rtol: see `check`.
+        limits: see `check`.
+    """
+    rows = []
+    for name in {**one, **two}:
+        a, b = one.get(name), two.get(name)
+        limit = (limits or {}).get(name, rtol)
+        shape = described(a)[1]
+        rows.append(Row(name, shape, _distance(a, b), limit))
+    return Comparison(sides, tuple(rows))
+
+
+def _distance(one: Any, two: Any) -> float:
+    if one is None and two is None:
+        return 0.0
+    backend = frontend(origin_of(one))
+    if backend is None or backend_of(two) is None or described(one)[1] != described(two)[1]:
+        return float("inf")
+    return backend.distance(one, backend.adopt(two, None))
+
+
+def _frontend(name: str) -> Frontend:
+    found = frontend(name)
+    if found is None:
+        raise OptionError(
+            message(
+                f"no frontend {name!r} is imported.",
+                [],
+                f"import roundpipe_{name} first." if name in ("torch", "jax") else 'name "torch" or "jax".',
+            )
+        )
+    return found
+
+
+def _converted(backend: Frontend, values: Any) -> Any:
+    leaves: list[Any] = []
+    spec = flatten(values, leaves, expand)
+    return unflatten(spec, (leaf if backend_of(leaf) is None else backend.adopt(leaf, None) for leaf in leaves))
+
+
+def _run(
+    backend: Frontend, function: Callable[..., Any], weights: Any, inputs: Sequence[Any], tape: Tape | None
+) -> dict[str, Any]:
+    own = _converted(backend, weights)
+    loss, outputs, gradients = backend.value_and_gradient(function, own, _converted(backend, list(inputs)), tape)
+    rows = {"loss": loss}
+    for title, tree in (("output", outputs), ("gradient of", gradients)):
+        leaves: list[Any] = []
+        spec = flatten(tree, leaves, expand)
+        rows |= {f"{title} {path}": leaf for path, leaf in zip(paths(spec), leaves, strict=True) if leaf is not None}
+    return rows
