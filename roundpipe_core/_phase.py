@@ -130,6 +130,22 @@ class Run:
             self.flips += self.slot.read(key, place).differences(self.slot.label, key, value)
         return value
 
+    # For saves that a frontend makes in the layer's stead, where both phases run the same code
+
+    def keep(self, key: Key, data: Any, place: Place, draws: bool) -> None:
+        """Store `data`; `draws` tells whether random numbers were drawn for it (R7)."""
+        entry = self.slot.write(key, data, place)
+        entry.state = self.state() if draws else None
+        entry.counts = self._counts.copy()
+
+    def kept(self, key: Key, place: Place) -> Any:
+        """What `keep` stored."""
+        entry = self.slot.read(key, place)
+        if key not in self._seen:
+            self._seen.add(key)
+            self.restore_state(entry.state)
+        return entry.value(self, NOTHING)
+
     def child(self, label: Any) -> Slot:
         """The slot of a region that starts inside this run: new in forward, the forward's later (R8)."""
         if self.phase is Phase.FORWARD:

@@ -1,8 +1,8 @@
 """`auto=`: decisions of layers that nobody can edit, saved in forward and repeated in a recompute.
 
 No mode runs, and operations that decide nothing cost nothing: the deciding ones have a kernel under a dispatch key that
-torch reserves and does not use. It stands above autograd, and it is switched on only while the code of such a region
-runs on this thread.
+torch reserves for tests of its own. It stands above autograd and torch.func, and it is switched on only while the code
+of such a region runs on this thread.
 
 A decision is kept in the region's slot like any other save, under a reserved name that holds its number in the order
 of the run and the operation: `auto 3 topk`. A recompute must meet the same operations in the same order (R10), unless
@@ -32,7 +32,7 @@ from ._state import default_generators
 
 __all__ = ["Watched", "watching"]
 
-_KEY = torch._C._dispatch_key_parse("DeferredInit")
+_KEY = torch._C._dispatch_key_parse("TESTING_ONLY_GenericMode")
 _include: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included
 _excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
 _BELOW = torch._C._dispatch_key_parse("ADInplaceOrView")  # excluded inside kernels: what those do is not the layer's
@@ -160,22 +160,19 @@ class _Watch:
         if key is None:
             return decide()
         if run.phase is Phase.RECOMPUTE:
-            run._counts[_COUNT] = self._number
-            (saved,) = run._read(key, place)
+            saved = run.kept(key, place)
             self._met.add(key)
             self._reads = len(run._seen)
             return give(saved)
         made = decide()
-        run.flips += run.slot.entries[key].differences(run.slot.label, key, (kept(made),))
+        run.flips += run.slot.entries[key].differences(run.slot.label, key, kept(made))
         return made
 
     def _save(self, run: Run, what: str, data: Any, place: Place, draws: bool) -> None:
         name = f"{_PREFIX}{self._number} {what}"
         self._number += 1
         run._counts[_COUNT] = self._number
-        run.save((data,), name, place)
-        if not draws:  # R7 is for decisions that draw; a state is 5 KB
-            run.slot.entries[run.scope, name].state = None
+        run.keep((run.scope, name), data, place, draws)
 
 
 _PREFIX = "auto "
@@ -275,7 +272,7 @@ def _composite(watch: _Watch, op: _Operation, args: tuple[Any, ...], kwargs: dic
 
 def _draw(watch: _Watch, op: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     generator = argument(op, "generator", args, kwargs)
-    if op.name() in _CHANCES:
+    if op.name() in _CHANCES:  # type: ignore[no-untyped-call]
         return _result(watch, op, args, kwargs, draws=True)
     if generator is None or any(generator is known for known in default_generators()):
         return op(*args, **kwargs)  # the recompute draws the same again (R7)
@@ -285,8 +282,8 @@ def _draw(watch: _Watch, op: _Operation, args: tuple[Any, ...], kwargs: dict[str
 _CHANCES = {
     f"aten::{name}"
     for name in (
-        "bernoulli", "bernoulli.out", "bernoulli.Tensor", "bernoulli.Tensor_out", "bernoulli_.Tensor", "poisson",
-        "poisson.out", "binomial", "binomial.out",
+        "multinomial", "multinomial.out", "bernoulli", "bernoulli.out", "bernoulli.Tensor", "bernoulli.Tensor_out",
+        "bernoulli_.Tensor", "poisson", "poisson.out", "binomial", "binomial.out",
     )
 }  # fmt: skip
 """Draws by chances that a tensor gives, of which a recompute may have slightly others."""
@@ -311,10 +308,12 @@ _HOW = {Kind.CHOICE: _choice, Kind.RESULT: _result, Kind.DRAW: _draw, Kind.MASK:
 
 
 def _kernel(op: _Operation, how: Callable[..., Any], built_in: bool) -> Callable[..., Any]:
+    makes = not any("Tensor" in str(given.type) for given in op._schema.arguments)  # torch.randn: always below
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
         _include(_KEY, False)  # what is done in here is no decision of its own
         try:
-            watch = None if _excluded(_BELOW) else _active()
+            watch = _active() if makes or not _excluded(_BELOW) else None
             if watch is None or not (built_in or op._schema.name in watch.decisions.operations):
                 return op(*args, **kwargs)
             if how is not _mask and any(map(_wrapped, args)):
@@ -396,14 +395,14 @@ def _install(decisions: Decisions) -> None:
         return
     with _lock:
         if not _installed:
-            _library("_").fallback(torch.library.fallthrough_kernel)
+            _library("_").fallback(torch.library.fallthrough_kernel)  # type: ignore[no-untyped-call]
             for op, kind in built_in():
                 _register(op, _HOW[kind], built_in=True)
-                _built_in.add(op.name())
-            torch.Tensor.tolist = _list  # type: ignore[method-assign]
+                _built_in.add(op.name())  # type: ignore[no-untyped-call]
+            torch.Tensor.tolist = _list  # type: ignore[method-assign,assignment]
             watcher.append(_call)
         for op in decisions.overloads():
-            if op.name() not in _built_in:
+            if op.name() not in _built_in:  # type: ignore[no-untyped-call]
                 _register(op, _composite if is_composite(op) else _result, built_in=False)
         _installed.update({"", *decisions.operations})
 
@@ -412,10 +411,11 @@ _built_in: set[str] = set()
 
 
 def _register(op: _Operation, how: Callable[..., Any], built_in: bool) -> None:
-    _library(op.namespace).impl(op, _kernel(op, how, built_in))
+    _library(op.namespace).impl(op, _kernel(op, how, built_in))  # type: ignore[no-untyped-call]
 
 
 def _library(namespace: str) -> torch.library.Library:
     if namespace not in _libraries:
-        _libraries[namespace] = torch.library.Library(namespace, "IMPL", "DeferredInit")
+        library = torch.library.Library(namespace, "IMPL", "TESTING_ONLY_GenericMode")  # type: ignore[no-untyped-call]
+        _libraries[namespace] = library
     return _libraries[namespace]

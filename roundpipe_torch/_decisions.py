@@ -38,12 +38,12 @@ class Kind(enum.Enum):
 _CHOICES = "topk sort kthvalue mode median nanmedian max min cummax cummin"
 _RESULTS = (
     "argmax argmin nonzero nonzero_static bincount histc histogram _unique _unique2 unique_dim unique_consecutive "
-    "unique_dim_consecutive searchsorted bucketize repeat_interleave equal _local_scalar_dense multinomial"
+    "unique_dim_consecutive searchsorted bucketize repeat_interleave equal _local_scalar_dense"
 )
 _DRAWS = (
-    "bernoulli bernoulli_ rand randn randint randperm rand_like randn_like randint_like normal normal_ uniform "
-    "uniform_ random random_ exponential exponential_ geometric geometric_ cauchy cauchy_ log_normal log_normal_ "
-    "poisson binomial _standard_gamma _sample_dirichlet"
+    "multinomial bernoulli bernoulli_ rand randn randint randperm rand_like randn_like randint_like normal normal_ "
+    "uniform uniform_ random random_ exponential exponential_ geometric geometric_ cauchy cauchy_ log_normal "
+    "log_normal_ poisson binomial _standard_gamma _sample_dirichlet"
 )
 _MASKS = "index _unsafe_index index_put index_put_ _index_put_impl_ masked_select masked_scatter masked_scatter_"
 
@@ -70,15 +70,19 @@ def _fits(op: OpOverload[Any, Any], kind: Kind) -> bool:
 
 
 def _overloads(packet: OpOverloadPacket[Any, Any] | None) -> Iterator[OpOverload[Any, Any]]:
-    for name in packet.overloads() if packet is not None else ():
+    for name in packet.overloads() if packet is not None else ():  # type: ignore[no-untyped-call]
         op = getattr(packet, name)
-        if torch._C._dispatch_has_kernel(op.name()):  # some exist for TorchScript only
+        if torch._C._dispatch_has_kernel(_name(op)):  # some exist for TorchScript only
             yield op
+
+
+def _name(op: OpOverload[Any, Any]) -> str:
+    return str(op.name())  # type: ignore[no-untyped-call]
 
 
 def is_composite(op: OpOverload[Any, Any]) -> bool:
     """Whether autograd sees, instead of the operation, those it is made of."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(_name(op), "CompositeImplicitAutograd"))
 
 
 def argument(op: OpOverload[Any, Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

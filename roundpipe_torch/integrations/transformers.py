@@ -187,4 +187,4 @@ def _install() -> None:
         if enable and options is not None:
             _take_over(self, options)
 
-    PreTrainedModel._set_gradient_checkpointing = set_gradient_checkpointing
+    PreTrainedModel._set_gradient_checkpointing = set_gradient_checkpointing  # type: ignore[method-assign]

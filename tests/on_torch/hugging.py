@@ -228,7 +228,8 @@ def step(model, seed=0, use_cache=False, **inputs):
     with shaky(seed) as counts:
         out = model(**inputs, use_cache=use_cache)
         outputs = out.logits if "logits" in out else out[0]
-        loss = outputs.float().square().mean()
+        aim = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(4))
+        loss = (outputs.float() * aim).mean()
         if getattr(out, "aux_loss", None) is not None:
             loss = loss + out.aux_loss
         with Operations() as backward:

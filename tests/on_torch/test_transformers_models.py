@@ -57,4 +57,5 @@ def _is_wrong(run, model, want):
         got = run(model)
     except torch.utils.checkpoint.CheckpointError:
         return True
-    return any(not torch.allclose(got["grads"][name], grad) for name, grad in want["grads"].items())
+    errors = [(got["grads"][name] - grad).norm() / (grad.norm() + 1e-12) for name, grad in want["grads"].items()]
+    return max(errors) > 1e-2
