@@ -25,48 +25,46 @@ from roundpipe_core._phase import Phase, Run, thread
 from roundpipe_core._replay import TapedSlot
 from roundpipe_core._slots import Key, Place
 
-from ._decisions import Decisions, Kind, argument, built_in, is_composite, mutated, watcher
+from ._decisions import Decisions, Kind, argument, built_in, is_composite, mutated, name_of, watcher
 from ._errors import decided_under_a_transform, other_decision, other_shape, user_place
 from ._frames import is_told
 from ._state import default_generators
 
-__all__ = ["Watched", "watching"]
+__all__ = ["watching"]
 
 _KEY = torch._C._dispatch_key_parse("TESTING_ONLY_GenericMode")
 _include: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included
 _excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
 _BELOW = torch._C._dispatch_key_parse("ADInplaceOrView")  # excluded inside kernels: what those do is not the layer's
+_NONE: frozenset[Key] = frozenset()
 _COUNT = ("auto",)  # among a run's counts: the decisions met so far, of which each save takes note
 
 
-class Watched(functools.partial[Any]):
-    """The function of a region whose decisions are watched. Both phases call it."""
-
-    decisions: Decisions
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outer = _here.watch
-        watch = _here.watch = _Watch(thread.run, self.decisions)
-        _include(_KEY, True)
-        try:
-            result = super().__call__(*args, **kwargs)
-            watch.ended()
-            return result
-        finally:
-            _here.watch = outer
-            _include(_KEY, outer is not None)
-
-
 def watching(function: Callable[..., Any], decisions: Decisions | None, outer: Run | None) -> Callable[..., Any]:
-    """`function`, watched if `decisions` says so or the run around it is."""
-    if outer is not None and _here.watch is not None and _here.watch.run is outer:
-        decisions = _here.watch.decisions if decisions is None else decisions
+    """`function`, watched if `decisions` says so or the run around it is. Both phases call it."""
+    if decisions is None and outer is not None:
+        around = _here.watch
+        decisions = around.decisions if around is not None and around.run is outer else None
     if decisions is None:
         return function
     _install(decisions)
-    watched = Watched(function)
-    watched.decisions = decisions
-    return watched
+    return functools.partial(_watched, decisions, function)  # a partial, through which its modules are found
+
+
+def _watched(decisions: Decisions, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    here, run = _here, thread.run
+    outer = here.watch
+    watch = here.watch = _Watch(run, decisions)
+    _include(_KEY, True)
+    try:
+        result = function(*args, **kwargs)
+        if run is not None and run.phase is Phase.RECOMPUTE:
+            watch.ended(run)
+        return result
+    finally:
+        here.watch = outer
+        if outer is None:
+            _include(_KEY, False)
 
 
 class _Here(threading.local):
@@ -79,14 +77,14 @@ _here = _Here()
 class _Watch:
     """The decisions of one run."""
 
-    __slots__ = ("_explicit", "_met", "_number", "_reads", "_saved", "decisions", "run")
+    __slots__ = ("_met", "_number", "_reads", "_saved", "decisions", "run")
 
     def __init__(self, run: Run | None, decisions: Decisions) -> None:
         self.run = run
         self.decisions = decisions
         self._number = 0  # of the next decision
         self._reads = 0
-        self._met: set[Key] = set()
+        self._met: frozenset[Key] = _NONE
         self._saved: list[Key] | None = None
 
     # Which decision
@@ -131,15 +129,16 @@ class _Watch:
             return False
         return isinstance(run.slot, TapedSlot) or run.slot.entries[key].place == place  # a tape may come from elsewhere
 
-    def ended(self) -> None:
-        """The run is over; a recompute must have met what the forward met."""
-        run = self.run
-        if run is None or run.phase is not Phase.RECOMPUTE or is_told(run):
+    def ended(self, run: Run) -> None:
+        """A recompute is over; it must have met what the forward met."""
+        if is_told(run):
             return
         self._resume(run)
         saved = self._decisions(run)
         if self._number < len(saved):
             raise other_decision(run.slot.label, self._number, _spoken(run, saved[self._number]), None)
+
+    # What to do with it
 
     def repeat(
         self,
@@ -151,6 +150,8 @@ class _Watch:
     ) -> Any:
         """One decision: `decide` makes it, `kept` tells what of it is saved, `give` makes it again from that."""
         run, place = self.run, user_place()
+        if run is None:
+            return decide()
         assert run is not None
         if run.phase is Phase.FORWARD:
             made = decide()
@@ -161,7 +162,7 @@ class _Watch:
             return decide()
         if run.phase is Phase.RECOMPUTE:
             saved = run.kept(key, place)
-            self._met.add(key)
+            self._met |= {key}
             self._reads = len(run._seen)
             return give(saved)
         made = decide()
@@ -270,23 +271,15 @@ def _composite(watch: _Watch, op: _Operation, args: tuple[Any, ...], kwargs: dic
     return watch.repeat(op.overloadpacket.__name__, lambda: op(*args, **kwargs), _same, _same, draws=True)
 
 
+def _chance(watch: _Watch, op: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _result(watch, op, args, kwargs, draws=True)
+
+
 def _draw(watch: _Watch, op: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     generator = argument(op, "generator", args, kwargs)
-    if op.name() in _CHANCES:  # type: ignore[no-untyped-call]
-        return _result(watch, op, args, kwargs, draws=True)
     if generator is None or any(generator is known for known in default_generators()):
         return op(*args, **kwargs)  # the recompute draws the same again (R7)
     return _result(watch, op, args, kwargs)
-
-
-_CHANCES = {
-    f"aten::{name}"
-    for name in (
-        "multinomial", "multinomial.out", "bernoulli", "bernoulli.out", "bernoulli.Tensor", "bernoulli.Tensor_out",
-        "bernoulli_.Tensor", "poisson", "poisson.out", "binomial", "binomial.out",
-    )
-}  # fmt: skip
-"""Draws by chances that a tensor gives, of which a recompute may have slightly others."""
 
 
 def _mask(watch: _Watch, op: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -304,7 +297,7 @@ def _mask(watch: _Watch, op: _Operation, args: tuple[Any, ...], kwargs: dict[str
     return op(*args[:place], replaced, *args[place + 1 :], **kwargs)
 
 
-_HOW = {Kind.CHOICE: _choice, Kind.RESULT: _result, Kind.DRAW: _draw, Kind.MASK: _mask}
+_HOW = {Kind.CHOICE: _choice, Kind.RESULT: _result, Kind.CHANCE: _chance, Kind.DRAW: _draw, Kind.MASK: _mask}
 
 
 def _kernel(op: _Operation, how: Callable[..., Any], built_in: bool) -> Callable[..., Any]:
@@ -382,36 +375,52 @@ def _list(tensor: torch.Tensor) -> Any:
     return _tolist(watch.repeat("tolist", lambda: tensor.detach().cpu(), _same, _same))
 
 
+_bernoulli_: Any = torch.Tensor.bernoulli_
+
+
+@functools.wraps(_bernoulli_)
+def _toss(tensor: torch.Tensor, p: Any = 0.5, *, generator: torch.Generator | None = None) -> Any:
+    """`tensor.bernoulli_(p)`. Dropout calls the operation under it, which must cost what it costs without `auto`."""
+    watch = None if generator is None or isinstance(p, torch.Tensor) else _active()
+    if watch is None:
+        return _bernoulli_(tensor, p, generator=generator)
+    _include(_KEY, False)
+    try:
+        return _draw(watch, torch.ops.aten.bernoulli_.float, (tensor, p), {"generator": generator})
+    finally:
+        _include(_KEY, True)
+
+
 # Once for the process
 
 _libraries: dict[str, torch.library.Library] = {}
-_installed: set[str] = set()
+_registered: set[str] = set()
+_installed: set[frozenset[str]] = set()
 _lock = threading.Lock()
 
 
 def _install(decisions: Decisions) -> None:
     """Give the deciding operations their kernels."""
-    if _installed and decisions.operations <= _installed:
+    if decisions.operations in _installed:
         return
     with _lock:
-        if not _installed:
+        if not _registered:
             _library("_").fallback(torch.library.fallthrough_kernel)  # type: ignore[no-untyped-call]
             for op, kind in built_in():
                 _register(op, _HOW[kind], built_in=True)
-                _built_in.add(op.name())  # type: ignore[no-untyped-call]
             torch.Tensor.tolist = _list  # type: ignore[method-assign,assignment]
+            torch.Tensor.bernoulli_ = _toss  # type: ignore[method-assign,assignment]
             watcher.append(_call)
         for op in decisions.overloads():
-            if op.name() not in _built_in:  # type: ignore[no-untyped-call]
-                _register(op, _composite if is_composite(op) else _result, built_in=False)
-        _installed.update({"", *decisions.operations})
-
-
-_built_in: set[str] = set()
+            _register(op, _composite if is_composite(op) else _result, built_in=False)
+        _installed.add(decisions.operations)
 
 
 def _register(op: _Operation, how: Callable[..., Any], built_in: bool) -> None:
-    _library(op.namespace).impl(op, _kernel(op, how, built_in))  # type: ignore[no-untyped-call]
+    name = name_of(op)
+    if name not in _registered:
+        _registered.add(name)
+        _library(op.namespace).impl(op, _kernel(op, how, built_in))  # type: ignore[no-untyped-call]
 
 
 def _library(namespace: str) -> torch.library.Library:

@@ -1,10 +1,11 @@
 """Which operations decide something, and what of each is kept to repeat it.
 
-Four kinds:
+Five kinds:
 
 * a *choice* gives values and where they stood (`topk`, `sort`, `max(dim)`): the places are kept, and a recompute takes
   the values from its own input, there;
-* a *result* is kept whole (`nonzero`, `item`, `multinomial`);
+* a *result* is kept whole (`nonzero`, `item`);
+* a *chance*, a draw by chances that a tensor gives (`multinomial`), is kept whole, with the generator's state after it;
 * a *draw* from a generator that the recompute does not rewind is kept whole;
 * a *mask* says which rows an operation takes (`x[mask]`): the mask is kept.
 """
@@ -23,7 +24,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from ._errors import wrong_option
 
-__all__ = ["Decisions", "Kind", "argument", "as_decisions", "built_in", "is_composite", "mutated", "watcher"]
+__all__ = ["Decisions", "Kind", "argument", "as_decisions", "built_in", "is_composite", "mutated", "name_of", "watcher"]
 
 
 class Kind(enum.Enum):
@@ -31,6 +32,7 @@ class Kind(enum.Enum):
 
     CHOICE = "choice"
     RESULT = "result"
+    CHANCE = "chance"
     DRAW = "draw"
     MASK = "mask"
 
@@ -41,10 +43,11 @@ _RESULTS = (
     "unique_dim_consecutive searchsorted bucketize repeat_interleave equal _local_scalar_dense"
 )
 _DRAWS = (
-    "multinomial bernoulli bernoulli_ rand randn randint randperm rand_like randn_like randint_like normal normal_ "
+    "bernoulli bernoulli_ rand randn randint randperm rand_like randn_like randint_like normal normal_ "
     "uniform uniform_ random random_ exponential exponential_ geometric geometric_ cauchy cauchy_ log_normal "
-    "log_normal_ poisson binomial _standard_gamma _sample_dirichlet"
+    "log_normal_ _standard_gamma _sample_dirichlet"
 )
+_CHANCES = "multinomial bernoulli bernoulli_ poisson binomial"  # by a number, a bernoulli is a draw
 _MASKS = "index _unsafe_index index_put index_put_ _index_put_impl_ masked_select masked_scatter masked_scatter_"
 
 
@@ -53,6 +56,7 @@ def built_in() -> Iterator[tuple[OpOverload[Any, Any], Kind]]:
     for names, kind in (
         (_CHOICES, Kind.CHOICE),
         (_RESULTS, Kind.RESULT),
+        (_CHANCES, Kind.CHANCE),
         (_DRAWS, Kind.DRAW),
         (_MASKS, Kind.MASK),
     ):
@@ -66,23 +70,26 @@ def _fits(op: OpOverload[Any, Any], kind: Kind) -> bool:
     names = {given.name for given in op._schema.arguments}
     if kind is Kind.CHOICE:  # not the maximum of everything, which has no place
         return len(op._schema.returns) == 2
-    return kind is not Kind.DRAW or "generator" in names
+    if kind is Kind.CHANCE:
+        return "p" not in names or op._schema.arguments[1].type == op._schema.arguments[0].type
+    return kind is not Kind.DRAW or ("generator" in names and name_of(op) != "aten::bernoulli_.float")
 
 
 def _overloads(packet: OpOverloadPacket[Any, Any] | None) -> Iterator[OpOverload[Any, Any]]:
     for name in packet.overloads() if packet is not None else ():  # type: ignore[no-untyped-call]
         op = getattr(packet, name)
-        if torch._C._dispatch_has_kernel(_name(op)):  # some exist for TorchScript only
+        if torch._C._dispatch_has_kernel(name_of(op)):  # some exist for TorchScript only
             yield op
 
 
-def _name(op: OpOverload[Any, Any]) -> str:
+def name_of(op: OpOverload[Any, Any]) -> str:
+    """The dispatcher's name."""
     return str(op.name())  # type: ignore[no-untyped-call]
 
 
 def is_composite(op: OpOverload[Any, Any]) -> bool:
     """Whether autograd sees, instead of the operation, those it is made of."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(_name(op), "CompositeImplicitAutograd"))
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name_of(op), "CompositeImplicitAutograd"))
 
 
 def argument(op: OpOverload[Any, Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -129,10 +136,12 @@ _NO_MORE = Decisions()
 
 def as_decisions(target: Any, auto: Any) -> Decisions | None:
     """The option `auto`, checked."""
-    if isinstance(auto, bool) or auto is None:
-        return _NO_MORE if auto else None
+    if auto is False or auto is None:
+        return None
     if isinstance(auto, Decisions):
         return auto
+    if auto is True:
+        return _NO_MORE
     if isinstance(auto, (str, bytes)) or not isinstance(auto, Iterable):
         raise _not_a_decision(target, f"auto must be True, False or a collection of operations, not {auto!r}.")
     operations: set[str] = set()

@@ -146,6 +146,7 @@ LAYERS = {
     "bernoulli": (lambda z, w: torch.bernoulli(z.sigmoid(), generator=FOREIGN) * w, "bernoulli"),
     "noise": (lambda z, w: torch.randn(z.shape, generator=FOREIGN, dtype=z.dtype) * w, "randn"),
     "noise in place": (lambda z, w: torch.empty_like(z).uniform_(generator=FOREIGN) * w + z, "uniform_"),
+    "coin": (lambda z, w: torch.empty_like(z).bernoulli_(0.5, generator=FOREIGN) * w + z, "bernoulli_"),
     "item": (_branch(lambda s: s.item() > 0), "_local_scalar_dense"),
     "bool": (_branch(lambda s: bool(s > 0)), "_local_scalar_dense"),
     "int": (_branch(lambda s: int(s * 1e12) > 0), "_local_scalar_dense"),
