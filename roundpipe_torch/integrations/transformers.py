@@ -61,12 +61,8 @@ def enable(model: M, *, every_n_layers: int | None = None, **options: Any) -> M:
     _install()
     for owner in _everyone(model):
         owner.__dict__[_OPTIONS] = options
-    rest = {} if every_n_layers is None else {"every_n_layers": every_n_layers}
     for owner in owners:
-        if hasattr(owner, "activation_checkpointing_enable"):
-            owner.activation_checkpointing_enable(**rest)
-        else:  # transformers 4
-            owner.gradient_checkpointing_enable({"use_reentrant": False}, **rest)
+        _switch_on(owner, {} if every_n_layers is None else {"every_n_layers": every_n_layers})
         if not _take_over(owner, options):
             raise wrong_option(
                 owner,
@@ -142,6 +138,17 @@ def _owners(model: torch.nn.Module) -> Iterator[Any]:
         if owner.supports_gradient_checkpointing and id(owner) not in inside:
             inside |= {id(module) for module in owner.modules()}
             yield owner
+
+
+def _switch_on(owner: Any, arguments: dict[str, Any]) -> None:
+    hooked = bool(getattr(owner, "_require_grads_hooks", None) or getattr(owner, "_require_grads_hook", None))
+    if hasattr(owner, "activation_checkpointing_enable"):
+        owner.activation_checkpointing_enable(**arguments)
+    else:  # transformers 4
+        owner.gradient_checkpointing_enable({"use_reentrant": False}, **arguments)
+    if not hooked and hasattr(owner, "_require_grads_hook"):
+        # Regions here train weights behind inputs without gradient; the hooks only keep the model from being pickled.
+        owner.disable_input_require_grads()
 
 
 def _take_over(owner: torch.nn.Module, options: dict[str, Any]) -> bool:
