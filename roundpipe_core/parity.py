@@ -94,7 +94,8 @@ def converted(framework: str, values: Any) -> Any:
 
     Args:
         framework: "torch" or "jax"; its frontend has to be imported.
-        values: of any framework. Arrays are copied; integers become the framework's index type.
+        values: of any framework. Arrays of another one are copied, and integers among them become the framework's
+            index type.
 
     Raises:
         OptionError: no frontend of that name is imported.

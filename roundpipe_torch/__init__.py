@@ -1,6 +1,8 @@
 """Activation checkpointing for PyTorch that remembers its decisions."""
 
 from roundpipe_core import (
+    ExchangeError,
+    ExchangeReport,
     Flip,
     GradientError,
     MismatchError,
@@ -28,10 +30,13 @@ from roundpipe_core import (
 from . import _backend as _backend  # makes tensors known to the core
 from ._checkpoint import checkpoint, checkpoint_sequential, recompute_contexts
 from ._errors import CheckpointMismatchError
+from ._exchange import exchange, from_dlpack
 from ._modules import remat
 
 __all__ = [
     "CheckpointMismatchError",
+    "ExchangeError",
+    "ExchangeReport",
     "Flip",
     "GradientError",
     "MismatchError",
@@ -50,6 +55,8 @@ __all__ = [
     "checkpoint",
     "checkpoint_sequential",
     "doing_recompute",
+    "exchange",
+    "from_dlpack",
     "get_recompute_data",
     "layer_scope",
     "recompute_contexts",

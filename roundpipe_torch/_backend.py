@@ -99,6 +99,7 @@ class TorchBackend:
     ) -> tuple[Any, Any, Any]:
         leaves: list[Any] = []
         spec = flatten(weights, leaves, expand)
+        leaves = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         trained = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
         for leaf in trained:
             leaf.requires_grad_()
