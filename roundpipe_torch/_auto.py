@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,7 +27,7 @@ from roundpipe_core._replay import TapedSlot
 from roundpipe_core._slots import Key, Place
 
 from ._decisions import Decisions, Kind, argument, built_in, is_composite, mutated, name_of, watcher
-from ._errors import decided_under_a_transform, other_decision, other_shape, user_place
+from ._errors import decided_in_compiled_code, decided_under_a_transform, other_decision, other_shape, user_place
 from ._frames import is_told
 from ._state import default_generators
 
@@ -290,6 +291,7 @@ def _mask(watch: _Watch, op: _Operation, args: tuple[Any, ...], kwargs: dict[str
     which = [n for n, index in enumerate(indices) if index is not None and index.dtype in (torch.bool, torch.uint8)]
     if not which:
         return op(*args, **kwargs)
+    _refuse_where_unseen(watch, op, args)
     masks = watch.repeat(op.overloadpacket.__name__, lambda: tuple(indices[n] for n in which), _same, _same)
     for n, mask in zip(which, masks, strict=True):
         indices[n] = mask
@@ -309,13 +311,20 @@ def _kernel(op: _Operation, how: Callable[..., Any], built_in: bool) -> Callable
             watch = _active() if makes or not _excluded(_BELOW) else None
             if watch is None or not (built_in or op._schema.name in watch.decisions.operations):
                 return op(*args, **kwargs)
-            if how is not _mask and any(map(_wrapped, args)):
-                raise decided_under_a_transform(_label(watch), op.overloadpacket.__name__)
+            if how is not _mask and how is not _draw:
+                _refuse_where_unseen(watch, op, args)
             return how(watch, op, args, kwargs)
         finally:
             _include(_KEY, True)
 
     return kernel
+
+
+def _refuse_where_unseen(watch: _Watch, op: _Operation, args: tuple[Any, ...]) -> None:
+    if TracingContext.try_get() is not None:
+        raise decided_in_compiled_code(_label(watch), op.overloadpacket.__name__)
+    if any(map(_wrapped, args)):
+        raise decided_under_a_transform(_label(watch), op.overloadpacket.__name__)
 
 
 def _wrapped(value: Any) -> bool:

@@ -23,6 +23,7 @@ from roundpipe_core._slots import Place, label_of, where
 __all__ = [
     "CheckpointMismatchError",
     "context_swallowed",
+    "decided_in_compiled_code",
     "decided_under_a_transform",
     "drawn_in_a_crowd",
     "drawn_in_another_layout",
@@ -173,6 +174,17 @@ def decided_under_a_transform(layer: str, what: str) -> OptionError:
             f"layer {layer!r}: auto cannot keep what {what} decides inside a torch.func transform.",
             [("at", user_line())],
             "make the decision by recompute_once(function, ...) around the transform.",
+        )
+    )
+
+
+def decided_in_compiled_code(layer: str, what: str) -> OptionError:
+    """The compiler may make one kernel of a decision and what is around it."""
+    return OptionError(
+        message(
+            f"layer {layer!r}: auto cannot keep what {what} decides in compiled code.",
+            [("at", user_line())],
+            "keep it by save_for_recompute in that code and leave auto out, or do not compile the function.",
         )
     )
 

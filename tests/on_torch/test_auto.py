@@ -500,6 +500,30 @@ def test_decisions_under_a_transform_are_an_error():
     assert x.grad.count_nonzero() == 6
 
 
+@pytest.mark.parametrize(
+    "decide", [lambda x: x.topk(2).values, lambda x: x * x.argmax(-1, keepdim=True)], ids=["topk", "argmax"]
+)
+@pytest.mark.parametrize("known", [False, True])
+def test_decisions_of_compiled_code_are_an_error(decide, known):
+    torch.compiler.reset()
+    compiled = torch.compile(decide, backend="aot_eager")
+    if known:
+        compiled(ties())
+    with pytest.raises(Exception, match=r"auto cannot keep what (topk|argmax) decides in compiled code"):
+        remat(compiled, auto=True)(ties())
+    torch.compiler.reset()
+
+
+def test_compiled_code_that_decides_nothing():
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: x.exp().sin(), backend="aot_eager")
+    x = ties()
+    y = remat(lambda x: compiled(x).topk(2).values, auto=True)(x)
+    y.sum().backward()
+    assert x.grad.count_nonzero() == 2 * ROWS
+    torch.compiler.reset()
+
+
 # Verify, costs, tapes
 
 
