@@ -52,7 +52,7 @@ def watching(function: Callable[..., Any], decisions: Decisions | None, outer: R
     return functools.partial(_watched, decisions, function)  # a partial, through which its modules are found
 
 
-def _watched(decisions: Decisions, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _watched(decisions: Decisions, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     here, run = _here, thread.run
     outer = here.watch
     watch = here.watch = _Watch(run, decisions)
@@ -201,6 +201,10 @@ _Operation = OpOverload[Any, Any]
 
 class _Instead(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Below autograd, gives what `make` makes in place of one operation, once. Modes further out do not see it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # what skips it imports it first, for seconds, and keeps the frames that it was called from
 
     def __init__(self, op: _Operation, make: Callable[..., Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

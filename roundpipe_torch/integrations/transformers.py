@@ -101,7 +101,7 @@ class LayerCheckpoint:
     def __init__(self, name: str, options: dict[str, Any], offload: str | None = None) -> None:
         self.name, self.options, self.offload = name, options, offload
 
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         given = {name: kwargs.pop(name) for name in _TORCHS & kwargs.keys()}
         options = {"label": self._label(function), **given, **self.options}
         if self.offload is None:

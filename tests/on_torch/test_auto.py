@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import collections
 import copy
+import gc
 import pickle
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -378,6 +380,49 @@ def test_low_precision():
     same(outcome(auto, layer), outcome(plain, layer))
 
 
+def split_gate(x, w, flip):
+    """A product in slices, added in the other order where `flip` says so, as a kernel may."""
+    parts = [x[:, i : i + 2].bfloat16() @ w[i : i + 2].bfloat16() for i in range(0, x.shape[1], 2)]
+    return sum(reversed(parts) if flip() else parts)
+
+
+@pytest.mark.parametrize("dispatch", ["by expert", "dense"])
+def test_a_gate_whose_sums_have_another_order(dispatch):
+    rows, width, experts, calls = 400, 32, 6, []
+    given = [leaf(rows, width), leaf(width, experts, seed=1), leaf(experts, width, width, seed=2)]
+
+    def layer(x, gate, up):
+        with torch.no_grad():
+            idx = split_gate(x, gate, lambda: len(calls) > 0).topk(2).indices
+        calls.append(idx)
+        weight = torch.softmax(x @ gate, -1)
+        if dispatch == "dense":
+            hot = torch.zeros_like(weight).scatter(1, idx, 1.0) * weight
+            return torch.einsum("te,ted->td", hot, torch.einsum("td,edf->tef", x, up).tanh())
+        out = torch.zeros_like(x)
+        for expert in range(experts):
+            token, choice = torch.where(idx == expert)
+            if len(token):
+                out = out.index_add(0, token, (x[token] @ up[expert]).tanh() * weight[token, idx[token, choice], None])
+        return out
+
+    def run(way):
+        calls.clear()
+        for leaf_ in given:
+            leaf_.grad = None
+        way(layer, *given).square().sum().backward()
+        return [tensor.grad for tensor in given]
+
+    want = run(plain)
+    same(run(auto), want)
+    assert len(calls) == 2
+    try:
+        got = run(stock)
+    except torch.utils.checkpoint.CheckpointError:
+        got = None
+    assert got is None or not all(map(torch.equal, got, want))
+
+
 # With saves of the layer's own
 
 
@@ -732,6 +777,35 @@ def test_modules_and_their_copies(copied):
     for gate in (want, module):
         gate(ties()).square().sum().backward()
     same(module.w.grad, want.w.grad, within=1e-6)
+
+
+def test_keywords_of_the_layer_reach_it():
+    x = ties()
+    layer = remat(lambda x, *, function, decisions: x.topk(2).values * function * decisions, auto=True)
+    layer(x, function=2.0, decisions=3.0).sum().backward()
+    assert x.grad.sum() == 6 * 2 * ROWS
+
+
+def test_decisions_die_with_their_graph():  # R9
+    found = []
+
+    def layer(x):
+        found.append(weakref.ref(thread.run.slot))
+        return x.topk(2).values * x.sum().item()
+
+    gc.collect()
+    gc.disable()
+    try:
+        y = remat(layer, auto=True)(ties())
+        assert found[0]() is not None
+        y.sum().backward()
+        del y
+        assert found[0]() is None
+        y = remat(layer, auto=True)(ties())
+        del y
+        assert found[-1]() is None
+    finally:
+        gc.enable()
 
 
 def test_torch_checkpoints_keywords_stay_torchs():
