@@ -379,7 +379,7 @@ def _call(watched: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, 
 _tolist: Any = torch.Tensor.tolist
 
 
-@functools.wraps(_tolist)
+@functools.wraps(_tolist, assigned=("__name__", "__qualname__"))
 def _list(tensor: torch.Tensor) -> Any:
     """`tensor.tolist()`, which reads memory and passes no dispatcher."""
     watch = _active()
@@ -391,7 +391,7 @@ def _list(tensor: torch.Tensor) -> Any:
 _bernoulli_: Any = torch.Tensor.bernoulli_
 
 
-@functools.wraps(_bernoulli_)
+@functools.wraps(_bernoulli_, assigned=("__name__", "__qualname__"))
 def _toss(tensor: torch.Tensor, p: Any = 0.5, *, generator: torch.Generator | None = None) -> Any:
     """`tensor.bernoulli_(p)`. Dropout calls the operation under it, which must cost what it costs without `auto`."""
     watch = None if generator is None or isinstance(p, torch.Tensor) else _active()
