@@ -12,6 +12,7 @@ the layer asks for its phase; then its own saves say where it is.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from roundpipe_core import Flip
 from roundpipe_core._phase import Phase, Run, thread
 from roundpipe_core._replay import TapedSlot
-from roundpipe_core._slots import Key, Place
+from roundpipe_core._slots import Key, Place, where
 
 from ._decisions import Decisions, Kind, argument, built_in, is_composite, mutated, name_of, watcher
 from ._errors import decided_in_compiled_code, decided_under_a_transform, other_decision, other_shape, user_place
@@ -37,7 +38,6 @@ _KEY = torch._C._dispatch_key_parse("TESTING_ONLY_GenericMode")
 _include: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included
 _excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
 _BELOW = torch._C._dispatch_key_parse("ADInplaceOrView")  # excluded inside kernels: what those do is not the layer's
-_NONE: frozenset[Key] = frozenset()
 _COUNT = ("auto",)  # among a run's counts: the decisions met so far, of which each save takes note
 
 
@@ -85,7 +85,7 @@ class _Watch:
         self.decisions = decisions
         self._number = 0  # of the next decision
         self._reads = 0
-        self._met: frozenset[Key] = _NONE
+        self._met: set[Key] = set()
         self._saved: list[Key] | None = None
 
     # Which decision
@@ -110,17 +110,19 @@ class _Watch:
         self._resume(run)
         saved, at = self._decisions(run), self._number
         if is_told(run):
-            order = [*range(at, len(saved)), *range(at)]
+            order = itertools.chain(range(at, len(saved)), range(at))
             fits = (n for n in order if saved[n] not in self._met and self._fits(run, saved[n], what, place))
             at = next(fits, -1)
             if at < 0:
                 return None
         elif at >= len(saved) or not self._fits(run, saved[at], what, place):
-            before = _spoken(run, saved[at]) if at < len(saved) else None
-            if run.phase is Phase.AUDIT:
-                run.flips.append(Flip(run.slot.label, f"decision {at} of the code: a {what} now", 1, 1, 0))
-                return None
-            raise other_decision(run.slot.label, at, before, (what, place))
+            if run.phase is not Phase.AUDIT:
+                before = _spoken(run, saved[at]) if at < len(saved) else None
+                raise other_decision(run.slot.label, at, before, (what, place))
+            if at <= len(saved):  # once: what follows has no counterpart
+                run.flips.append(Flip(run.slot.label, f"decision {at} is a {what} at {where(place)} now", 1, 1, 0))
+                self._number = len(saved) + 1
+            return None
         self._number = at + 1
         return saved[at]
 
@@ -153,7 +155,6 @@ class _Watch:
         run, place = self.run, user_place()
         if run is None:
             return decide()
-        assert run is not None
         if run.phase is Phase.FORWARD:
             made = decide()
             self._save(run, what, kept(made), place, draws)
@@ -163,7 +164,7 @@ class _Watch:
             return decide()
         if run.phase is Phase.RECOMPUTE:
             saved = run.kept(key, place)
-            self._met |= {key}
+            self._met.add(key)
             self._reads = len(run._seen)
             return give(saved)
         made = decide()
@@ -224,7 +225,9 @@ def _written(op: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any], resu
     if not targets:
         return results
     for target, result in zip(targets, results if len(targets) > 1 else (results,), strict=True):
-        target.resize_(result.shape).copy_(result)
+        if target.shape != result.shape:
+            target.resize_(result.shape)
+        target.copy_(result)
     return tuple(targets) if len(targets) > 1 else targets[0]
 
 
@@ -251,7 +254,7 @@ def _choice(watch: _Watch, op: _Operation, args: tuple[Any, ...], kwargs: dict[s
 def _at(x: torch.Tensor, dim: int, idx: torch.Tensor) -> torch.Tensor | None:
     """The values of `x` at `idx`, whose axis `dim` may be reduced; None if the shapes do not fit."""
     if not x.dim():
-        return x.clone() if idx.dim() <= 1 and idx.numel() == 1 else None
+        return x.clone().reshape(idx.shape) if idx.numel() == 1 else None
     reduced = idx.dim() < x.dim()
     places = idx.unsqueeze(dim) if reduced else idx
     others = [n for n in range(x.dim()) if n != dim % x.dim()]

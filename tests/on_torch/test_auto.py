@@ -588,6 +588,48 @@ def test_verify_tells_what_flipped():
         run("warn")
 
 
+def test_verify_tells_of_another_path_once():
+    def layer(x, shaky):
+        total = (shaky(x) - x.round()).sum()
+        if total.item() > 0:
+            x = x.sort(-1).values
+        return x.topk(3).values * x.sum().item()
+
+    class Reversed(Shaky):
+        def __call__(self, x):  # the audit decides like a recompute
+            self.calls[thread.run.phase] += 1
+            return x + (1e-9 if thread.run.phase is Phase.FORWARD else -1e-9) * noise(x, 1).abs()
+
+    x = ties()
+    y = remat(lambda x: layer(x, Reversed()), auto=True, verify="raise")(x)
+    with pytest.raises(VerifyError) as error:
+        y.sum().backward()
+    found = [flip.item for flip in error.value.flips if flip.item.startswith("decision")]
+    assert len(found) == 1
+    assert found[0].startswith(f"decision 1 is a topk at {__file__}")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_backward_waits_for_no_device():
+    x, w = ties().detach().cuda().requires_grad_(), weights().detach().cuda().requires_grad_()
+    want = outcome_on(x, w, plain)
+    got = outcome_on(x, w, auto, waiting="error")
+    same(got, want, within=1e-6)
+
+
+def outcome_on(x, w, way, waiting="default"):
+    x.grad = w.grad = None
+    torch.manual_seed(1)
+    loss = way(lambda x, w: routed(x, w, lambda x: x), x, w).square().sum()
+    torch.cuda.set_sync_debug_mode(waiting)
+    try:
+        loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return [x.grad, w.grad]
+
+
 def test_verify_is_silent_where_nothing_flips():
     x = ties()
     y = remat(lambda x: x[x > 0].topk(3).values * x.sum().item(), auto=True, verify="raise")(x)
