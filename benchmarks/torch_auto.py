@@ -9,6 +9,7 @@ every way once, in turn; the figures are medians over the rounds of the ratio to
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -38,6 +39,43 @@ class DispatchMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
+
+
+REPLACED = [
+    "topk",
+    "sort",
+    "argsort",
+    "argmax",
+    "argmin",
+    "max",
+    "min",
+    "nonzero",
+    "where",
+    "multinomial",
+    "bernoulli",
+    "bincount",
+    "histc",
+    "unique",
+    "searchsorted",
+    "bucketize",
+    "kthvalue",
+    "mode",
+    "masked_select",
+]
+
+
+class Replaced:
+    """Functions of torch replaced while a region runs, for every thread."""
+
+    def __enter__(self) -> None:
+        known = [(owner, name) for owner in (torch, torch.Tensor) for name in REPLACED if hasattr(owner, name)]
+        self.kept = [(owner, name, getattr(owner, name)) for owner, name in known]
+        for owner, name, function in self.kept:
+            setattr(owner, name, functools.partial(function) if owner is torch else functools.partialmethod(function))
+
+    def __exit__(self, *exc: object) -> None:
+        for owner, name, function in self.kept:
+            setattr(owner, name, function)
 
 
 def under(mode: Callable[[], Any], layer: Layer) -> Layer:
@@ -74,6 +112,7 @@ def ways(layer: Layer) -> dict[str, Layer]:
         "auto": remat(layer, auto=True),
         "a function mode": remat(under(FunctionMode, layer)),
         "a dispatch mode": remat(under(DispatchMode, layer)),
+        "replaced functions": remat(under(Replaced, layer)),
     }
 
 

@@ -54,7 +54,7 @@ class Phase(enum.Enum):
 class Run:
     """One execution of a region. Frontends derive from it."""
 
-    __slots__ = ("_counts", "_seen", "_uncertain", "flips", "phase", "scope", "slot", "taken")
+    __slots__ = ("_counts", "_seen", "_uncertain", "flips", "phase", "scope", "slot", "taken", "watch")
 
     def __init__(self, phase: Phase, slot: Slot) -> None:
         self.phase = phase
@@ -64,6 +64,7 @@ class Run:
         self._counts: dict[Any, int] = {}  # how often each scope, inner region and once-call was met
         self._seen: set[Key] = set()  # entries read by this run
         self._uncertain: set[Any] = set()
+        self.watch: Any = None  # what a frontend notes of decisions that it makes this run keep
         self.taken: set[Slot] = set()  # the regions of a tape that this run has replayed
 
     # What a frontend may know better

@@ -36,6 +36,7 @@ __all__ = ["watching"]
 
 _KEY = torch._C._dispatch_key_parse("TESTING_ONLY_GenericMode")
 _include: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included
+_included: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
 _excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
 _BELOW = torch._C._dispatch_key_parse("ADInplaceOrView")  # excluded inside kernels: what those do is not the layer's
 _COUNT = ("auto",)  # among a run's counts: the decisions met so far, of which each save takes note
@@ -44,8 +45,8 @@ _COUNT = ("auto",)  # among a run's counts: the decisions met so far, of which e
 def watching(function: Callable[..., Any], decisions: Decisions | None, outer: Run | None) -> Callable[..., Any]:
     """`function`, watched if `decisions` says so or the run around it is. Both phases call it."""
     if decisions is None and outer is not None:
-        around = _here.watch
-        decisions = around.decisions if around is not None and around.run is outer else None
+        around = outer.watch
+        decisions = around.decisions if isinstance(around, _Watch) else around
     if decisions is None:
         return function
     _install(decisions)
@@ -53,26 +54,28 @@ def watching(function: Callable[..., Any], decisions: Decisions | None, outer: R
 
 
 def _watched(decisions: Decisions, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    here, run = _here, thread.run
-    outer = here.watch
-    watch = here.watch = _Watch(run, decisions)
+    run = thread.run
+    if run is None:
+        return function(*args, **kwargs)
+    run.watch = decisions  # a _Watch from the first decision on
+    before = _included(_KEY)
     _include(_KEY, True)
     try:
         result = function(*args, **kwargs)
-        if run is not None and run.phase is Phase.RECOMPUTE:
-            watch.ended(run)
+        if run.phase is Phase.RECOMPUTE and run.slot.entries:
+            _watch_of(run).ended(run)
         return result
     finally:
-        here.watch = outer
-        if outer is None:
+        run.watch = None
+        if not before:
             _include(_KEY, False)
 
 
-class _Here(threading.local):
-    watch: _Watch | None = None
-
-
-_here = _Here()
+def _watch_of(run: Run) -> _Watch:
+    if not isinstance(run.watch, _Watch):
+        run.watch = _Watch(run, run.watch)
+    watch: _Watch = run.watch
+    return watch
 
 
 class _Watch:
@@ -80,7 +83,7 @@ class _Watch:
 
     __slots__ = ("_met", "_number", "_reads", "_saved", "decisions", "run")
 
-    def __init__(self, run: Run | None, decisions: Decisions) -> None:
+    def __init__(self, run: Run, decisions: Decisions) -> None:
         self.run = run
         self.decisions = decisions
         self._number = 0  # of the next decision
@@ -153,8 +156,6 @@ class _Watch:
     ) -> Any:
         """One decision: `decide` makes it, `kept` tells what of it is saved, `give` makes it again from that."""
         run, place = self.run, user_place()
-        if run is None:
-            return decide()
         if run.phase is Phase.FORWARD:
             made = decide()
             self._save(run, what, kept(made), place, draws)
@@ -191,8 +192,8 @@ def _spoken(run: Run, key: Key) -> tuple[str, Place]:
 
 def _active() -> _Watch | None:
     """The watch of the run that this thread is in; None outside, and inside a decision that is saved as a whole."""
-    watch = _here.watch
-    return watch if watch is not None and watch.run is not None and watch.run is thread.run else None
+    run = thread.run
+    return _watch_of(run) if run is not None and run.watch is not None else None
 
 
 # Operations
@@ -339,7 +340,7 @@ def _wrapped(value: Any) -> bool:
 
 
 def _label(watch: _Watch) -> str:
-    return watch.run.slot.label if watch.run is not None else ""
+    return watch.run.slot.label
 
 
 def _same(value: Any) -> Any:
