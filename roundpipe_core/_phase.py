@@ -56,7 +56,7 @@ class Phase(enum.Enum):
 class Run:
     """One execution of a region. Frontends derive from it."""
 
-    __slots__ = ("_counts", "_seen", "_uncertain", "flips", "phase", "scope", "slot", "taken")
+    __slots__ = ("_counts", "_seen", "_uncertain", "flips", "phase", "scope", "slot", "taken", "watch")
 
     def __init__(self, phase: Phase, slot: Slot) -> None:
         self.phase = phase
@@ -66,6 +66,7 @@ class Run:
         self._counts: dict[Any, int] = {}  # how often each scope, inner region and once-call was met
         self._seen: set[Key] = set()  # entries read by this run
         self._uncertain: set[Any] = set()
+        self.watch: Any = None  # what a frontend notes of decisions that it makes this run keep
         self.taken: set[Slot] = set()  # the regions of a tape that this run has replayed
 
     # What a frontend may know better
@@ -131,6 +132,22 @@ class Run:
         else:
             self.flips += self.slot.read(key, place).differences(self.slot.label, key, value)
         return value
+
+    # For saves that a frontend makes in the layer's stead, where both phases run the same code
+
+    def keep(self, key: Key, data: Any, place: Place, draws: bool) -> None:
+        """Store `data`; `draws` tells whether random numbers were drawn for it (R7)."""
+        entry = self.slot.write(key, data, place)
+        entry.state = self.state() if draws else None
+        entry.counts = self._counts.copy()
+
+    def kept(self, key: Key, place: Place) -> Any:
+        """What `keep` stored."""
+        entry = self.slot.read(key, place)
+        if key not in self._seen:
+            self._seen.add(key)
+            self.restore_state(entry.state)
+        return entry.value(self, NOTHING)
 
     def child(self, label: Any) -> Slot:
         """The slot of a region that starts inside this run: new in forward, the forward's later (R8)."""

@@ -17,6 +17,8 @@ from roundpipe_core._phase import Phase, Run, open_slot, thread
 from roundpipe_core._slots import Slot, label_of
 
 from . import _compile
+from ._auto import watching
+from ._decisions import as_decisions
 from ._errors import wrong_option
 from ._frames import Frame, Options, TorchRun
 from ._inputs import line_up
@@ -110,6 +112,7 @@ def options_from(
     preserve_rng_state: bool = True,
     label: str | None = None,
     verify: str = "off",
+    auto: Any = False,
 ) -> Options:
     """Options for one call, checked, with torch's own overrides (`set_checkpoint_early_stop`, ...) applied."""
     _one_of(target, "determinism_check", determinism_check, ("default", "none"))
@@ -126,6 +129,7 @@ def options_from(
         early_stop=early_stop if stop is None else stop,
         debug=debug if more is None else more,
         verify=verify,
+        auto=as_decisions(target, auto),
     )
 
 
@@ -152,6 +156,7 @@ def run_region(
     if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
         return function(*args, **kwargs)  # an exported or traced program has the layer alone
     phase, slot = open_slot(options.label or function)
+    function = watching(function, options.auto, outer)
     if slot.rows is not None:
         line_up(slot, args, kwargs)
     if not tracked or phase is Phase.AUDIT:

@@ -25,6 +25,7 @@ from roundpipe_core._slots import Slot
 from roundpipe_core._trees import flatten
 
 from ._backend import adopted
+from ._decisions import Decisions
 from ._errors import (
     context_swallowed,
     drawn_in_a_crowd,
@@ -59,6 +60,7 @@ class Options(NamedTuple):
     early_stop: bool = True
     debug: bool = False
     verify: str = "off"
+    auto: Decisions | None = None
 
     def context(self, recompute: int) -> AbstractContextManager[Any]:
         """The user's context for a run."""

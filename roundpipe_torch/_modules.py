@@ -17,9 +17,10 @@ from roundpipe_core._slots import AutoLabel
 
 from . import _compile
 from ._checkpoint import options_from, run_region
+from ._decisions import as_decisions
 from ._errors import wrong_option
 
-__all__ = ["remat"]
+__all__ = ["call", "checked", "remat"]
 
 T = TypeVar("T", bound=Callable[..., Any])
 _OPTIONS = (*list(inspect.signature(options_from).parameters)[1:], "use_reentrant")
@@ -49,7 +50,10 @@ def remat(target: Any = None, **options: Any) -> Any:
             ``label``: what messages and reports call the layer;
             ``verify``: "warn" or "raise" lets each first recompute decide once more and compares the result with what
             was saved, and the outputs of both phases; it costs a further run of the layer, a copy of its outputs, and
-            on an accelerator a wait for it. "off" is the default.
+            on an accelerator a wait for it. "off" is the default;
+            ``auto``: True saves and repeats the decisions of code that nobody can edit: the indices of `topk`, `sort`
+            and their kin, `nonzero`, `multinomial`, `item`, masks that select rows, and so on. A collection names
+            further operations (`torch.cumsum`, `torch.ops.mylib.route`) or functions that decide.
 
     Returns:
         A function of the same signature, or a module of a subclass of the same class.
@@ -59,18 +63,19 @@ def remat(target: Any = None, **options: Any) -> Any:
     """
     if target is None:
         return functools.partial(remat, **options)
-    _check(target, options)
+    options = checked(target, options)
     if isinstance(target, torch.nn.Module):
         return _remat_module(target, options)
 
     @functools.wraps(target, updated=())
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        return _call(target, options, args, kwargs)
+        return call(target, options, args, kwargs)
 
     return checkpointed
 
 
-def _call(function: Callable[..., Any], options: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call(function: Callable[..., Any], options: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `function` as a region, under options of remat."""
     if torch.compiler.is_dynamo_compiling():
         return _compile.region(function, args, kwargs, options)
     rest = dict(options)
@@ -78,7 +83,8 @@ def _call(function: Callable[..., Any], options: dict[str, Any], args: tuple[Any
     return run_region(function, args, kwargs, options_from(function, **rest), use_reentrant)
 
 
-def _check(target: Any, options: dict[str, Any]) -> None:
+def checked(target: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of remat, in the form that a call takes."""
     for name in options:
         if name not in _OPTIONS:
             near = difflib.get_close_matches(name, _OPTIONS, 1)
@@ -94,9 +100,12 @@ def _check(target: Any, options: dict[str, Any]) -> None:
             f"remat takes a function or a module object, not {target!r}.",
             "pass an instance: remat(Layer(...)).",
         )
+    if "auto" in options:
+        options = {**options, "auto": as_decisions(target, options["auto"])}
     options_from(
         target, **{name: value for name, value in options.items() if name not in ("use_reentrant", "context_fn")}
     )
+    return options
 
 
 class _Forward:
@@ -152,7 +161,7 @@ def _forward(module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kw
         forward = functools.partial(_run_inside, module, forward)
     cls = type(module)
     label = cls.__qualname__ if torch.compiler.is_dynamo_compiling() else AutoLabel(cls.__qualname__)
-    return _call(forward, {"label": label, **cls._remat_options}, args, kwargs)
+    return call(forward, {"label": label, **cls._remat_options}, args, kwargs)
 
 
 class _Inside(threading.local):

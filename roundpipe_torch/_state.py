@@ -20,7 +20,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from roundpipe_core._phase import thread
 from roundpipe_core._trees import flatten
 
-__all__ = ["Ambient", "DrawWatch", "Generators", "Visit", "generators_of", "modules_of", "replayed"]
+__all__ = [
+    "Ambient",
+    "DrawWatch",
+    "Generators",
+    "Visit",
+    "default_generators",
+    "generators_of",
+    "modules_of",
+    "replayed",
+]
 
 T = TypeVar("T")
 
@@ -164,6 +173,16 @@ def generators_of(function: Any, arguments: Any) -> tuple[torch.Generator, ...]:
         used |= {t.device.index for t in tensors if t.device.type == _ACCELERATOR.type}
     known = backend.default_generators
     return (*_CPU_ONLY, *(known[index] for index in sorted(used)))
+
+
+def default_generators() -> tuple[torch.Generator, ...]:
+    """Those of this process, which regions rewind."""
+    backend = _started_backend()
+    if backend is None or _ACCELERATOR is None:
+        return _CPU_ONLY
+    if _ACCELERATOR.type == "mps":
+        return (*_CPU_ONLY, torch.mps._get_default_mps_generator())
+    return (*_CPU_ONLY, *backend.default_generators)
 
 
 def modules_of(function: Any, leaves: Iterable[Any]) -> Iterator[torch.nn.Module]:
