@@ -186,6 +186,25 @@ def test_a_loop_replays_what_a_stack_recorded_and_the_other_way(tape: Tape) -> N
     close(jax.jit(jax.grad(replaying(stacked())))(MOVED, X, tape), want)
 
 
+def test_a_stack_on_a_tape_returns_what_it_returns_without(tape: Tape) -> None:
+    def layer(params: Any, x: Any) -> Any:
+        return moe(params, x), x.sum()
+
+    def model(params: Any, x: Any) -> Any:
+        params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
+        return remat_layers(layer, params, x, nested=L, has_aux=True)
+
+    want = model(PARAMS, X)
+    got, other = jax.jit(recording(model))(PARAMS, X)
+    close(got, want)
+    close(jax.jit(replaying(model))(PARAMS, X, other), want)
+
+    none = jax.tree.map(lambda leaf: jnp.zeros((0, *leaf.shape), leaf.dtype), PARAMS[0])
+    empty = taped(lambda p, x: remat_layers(moe, p, x), none, X)
+    assert not empty.entries()
+    assert equal(replaying(lambda p, x: remat_layers(moe, p, x))(none, X, empty), X)
+
+
 def test_gradients_on_or_off_the_tape_is_the_same(tape: Tape) -> None:
     with record() as grad:
         jax.value_and_grad(loop())(PARAMS, X)
