@@ -146,10 +146,11 @@ def test_gradient_is_that_of_the_recorded_routing(style: str) -> None:
     ]
     want = jax.jit(jax.grad(oracle))(MOVED, X, routings(tape))
     assert equal(jax.jit(jax.grad(replaying(model)))(MOVED, X, tape), want)
-    close(jax.grad(replaying(model))(MOVED, X, tape), want)
-    with replay(tape):  # around the gradient
+    with replay(tape):  # around the gradient, in eager mode
         close(jax.grad(model)(MOVED, X), want)
-    assert not equal(jax.jit(jax.grad(model))(MOVED, X), want)
+    if style == "seed":
+        close(jax.grad(replaying(model))(MOVED, X, tape), want)
+        assert not equal(jax.jit(jax.grad(model))(MOVED, X), want)
 
 
 @pytest.mark.parametrize(
