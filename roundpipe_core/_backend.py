@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ._errors import Flip
@@ -13,6 +14,7 @@ from ._host import DTYPES, HostArray, HostArrays
 __all__ = [
     "Backend",
     "Frontend",
+    "TapeGuard",
     "backend_of",
     "compare",
     "expand",
@@ -23,6 +25,7 @@ __all__ = [
     "origin_of",
     "outside_saves",
     "register_backend",
+    "tape_guards",
     "to_host",
     "without_gradient",
 ]
@@ -78,6 +81,29 @@ class Backend(Protocol):
         With the dtype and on the device of `like`, if that is one of this framework's; without, integers have the
         framework's own index type. Raises ValueError where a value would change.
         """
+
+
+class TapeGuard(Protocol):
+    """What a framework minds while a recording or a replay runs. Made when it begins, for one block.
+
+    A framework that traces must not let a traced function keep what it learned in the block, nor let the block keep
+    values that exist in a trace inside it only.
+    """
+
+    def begin(self, replayed: Sequence[Any] | None) -> None:
+        """The block begins; `replayed` are the arrays of its tape, None in a recording."""
+
+    def end(self) -> None:
+        """It ends, also by an exception. Follows `begin`, if that did not raise."""
+
+    def deciding(self) -> AbstractContextManager[None]:
+        """For the time of a `recompute_once` outside of regions."""
+
+    def check(self, doing: str, place: tuple[str, int] | None) -> None:
+        """Refuse that a layer meets the block here. `doing` is what it does, for the message."""
+
+    def prepared(self, layer: str, key: Any, data: tuple[Any, ...], place: tuple[str, int]) -> tuple[Any, ...]:
+        """`data` saved outside of regions, as the tape and the code after the save shall have it."""
 
 
 class Frontend(Backend, Protocol):
@@ -162,6 +188,8 @@ def _cast(array: Any, dtype: Any) -> Any:
 _frontends: list[Frontend] = []
 outside_saves: list[Callable[[tuple[Any, ...]], tuple[Any, ...]]] = []
 """What frontends make of data that is saved where no region runs: another checkpointing may want to know of it."""
+tape_guards: list[Callable[[], TapeGuard]] = []
+"""Makes one for each block, for each frontend that minds."""
 numpys: Backend = _NumpyArrays()
 _always: tuple[Backend, ...] = (numpys, HostArrays())
 _by_type: dict[type, Backend | None] = {}

@@ -6,12 +6,13 @@ forward whose slot becomes a tape; a replay is a recompute whose slot was made f
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from ._backend import backend_of, expand, frontend, numpys, only_frontend, origin_of
+from ._backend import TapeGuard, backend_of, expand, frontend, numpys, only_frontend, origin_of, tape_guards
 from ._errors import OptionError, PhaseError, TapeError, message
 from ._host import HostArray, kind_of
 from ._phase import Phase, Run, thread
@@ -28,22 +29,67 @@ from ._tape import (
     portable,
     refuse_outside,
     taken_from,
+    unseen,
 )
 from ._trees import Node, Spec, flatten, paths, unflatten
 
-__all__ = ["numbered", "record", "replay"]
+__all__ = ["TapeRun", "TapedEntry", "TapedSlot", "numbered", "record", "replay"]
+
+T = TypeVar("T")
 
 
-class _TapeRun(Run):
+class TapeRun(Run):
     """A recording or a replay. Saved outside of regions, data is kept in order: each save is the next."""
 
-    __slots__ = ()
+    __slots__ = ("guards",)
+
+    def __init__(self, phase: Phase, slot: Slot, replayed: Sequence[Any] | None = None) -> None:
+        super().__init__(phase, slot)
+        self.guards: list[TapeGuard] = []
+        try:
+            for make in tape_guards:
+                guard = make()
+                guard.begin(replayed)
+                self.guards.append(guard)
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """The block is over."""
+        while self.guards:
+            self.guards.pop().end()
+
+    def child(self, label: Any) -> Slot:
+        self.check(f"layer {label_of(label)!r} runs", None)
+        return super().child(label)
 
     def save(self, data: tuple[Any, ...], name: str | None, place: Place) -> tuple[Any, ...]:
-        return super().save(data, self._next(name), place)
+        self.check("data is saved", place)
+        name = self._next(name)
+        if self.phase is Phase.FORWARD:
+            for guard in self.guards:
+                data = guard.prepared(self.slot.label, (self.scope, name), data, place)
+        return super().save(data, name, place)
 
     def get(self, name: str | None, place: Place) -> tuple[Any, ...]:
+        self.check("get_recompute_data() is called", place)
         return super().get(self._next(name), place)
+
+    def once(self, function: Callable[[], T], called: Any, place: Place) -> T:
+        self.check("recompute_once() is called", place)
+        return super().once(function, called, place)
+
+    def _decide(self, function: Callable[[], T]) -> T:
+        with contextlib.ExitStack() as stack:
+            for guard in self.guards:
+                stack.enter_context(guard.deciding())
+            return super()._decide(function)
+
+    def check(self, doing: str, place: Place | None) -> None:
+        """Refuse that a layer meets the block here, if a frontend has a reason."""
+        for guard in self.guards:
+            guard.check(doing, place)
 
     def adopt(self, leaf: Any, like: Any) -> Any:
         # Outside of regions nobody says which framework asks: that of the layer's own data, or the tape's.
@@ -97,7 +143,7 @@ class record:  # noqa: N801 - used like a function
     __slots__ = ("_run", "_tape")
 
     def __init__(self) -> None:
-        self._run: Run | None = None
+        self._run: TapeRun | None = None
 
     def __enter__(self) -> Tape:
         _refuse_inside("record")
@@ -105,7 +151,7 @@ class record:  # noqa: N801 - used like a function
         slot.rows = frozenset()
         self._tape = Tape()
         self._tape.recording = True
-        self._run = thread.run = _TapeRun(Phase.FORWARD, slot)
+        self._run = thread.run = TapeRun(Phase.FORWARD, slot)
         return self._tape
 
     def __exit__(
@@ -114,6 +160,7 @@ class record:  # noqa: N801 - used like a function
         run, self._run = self._run, None
         thread.run = None
         assert run is not None
+        run.end()
         self._tape.root, self._tape.recording = taken_from(run.slot), False
         return False
 
@@ -159,14 +206,17 @@ class replay:  # noqa: N801 - used like a function
                 )
             )
         self._tape, self._below = tape, below
-        self._run: Run | None = None
+        self._run: TapeRun | None = None
 
     def __enter__(self) -> Tape:
         _refuse_inside("replay")
         for layer, _, decision in self._tape.decisions():
             check_range(layer, decision)
+            if decision.below is not None and not decision.checked:
+                raise unseen(layer, decision, decision.below)
             _check_below(layer, decision, self._below)
-        self._run = thread.run = _TapeRun(Phase.RECOMPUTE, TapedSlot(self._tape.root, self._tape))
+        slot = TapedSlot(self._tape.root, self._tape)
+        self._run = thread.run = TapeRun(Phase.RECOMPUTE, slot, self._tape.split()[0])
         return self._tape
 
     def __exit__(
@@ -175,6 +225,7 @@ class replay:  # noqa: N801 - used like a function
         run, self._run = self._run, None
         thread.run = None
         assert run is not None
+        run.end()
         if kind is None:
             _check_all_replayed(run)
         return False
@@ -185,7 +236,7 @@ def _refuse_inside(name: str) -> None:
     if outer is None:
         return
     inside = f"layer {outer.slot.label!r}"
-    if isinstance(outer, _TapeRun):
+    if isinstance(outer, TapeRun):
         inside = "a recording" if outer.phase is Phase.FORWARD else "a replay"
     raise PhaseError(
         message(
@@ -201,21 +252,15 @@ def _check_below(layer: str, decision: Decision, below: int | dict[str, int] | N
     if limit is None:
         return
     known = refuse_outside(layer, decision, limit)
-    if not known and (decision.below is None or decision.below > limit):
-        raise TapeError(
-            message(
-                f"tape, layer {layer!r}, {spoken(decision.key)}: whether all integers are below {limit} cannot be seen "
-                "while this is traced.",
-                [("the tape declares", str(decision.below))],
-                "say so before it is traced: tape.declare(below=...).",
-            )
-        )
+    vouched = decision.checked and decision.below is not None and decision.below <= limit
+    if not known and not vouched:
+        raise unseen(layer, decision, limit)
 
 
 def _check_all_replayed(run: Run) -> None:
     left = [child for child in _taped(run.slot).sequence if child not in run.taken]
     deaf = [child for child in run.taken if not _is_read(_taped(child))]
-    unread = [entry for entry in run.slot.entries.values() if isinstance(entry, _TapedEntry) and not entry.was_read]
+    unread = [entry for entry in run.slot.entries.values() if isinstance(entry, TapedEntry) and not entry.was_read]
     if not left and not deaf and not unread:
         return
     facts = [("never run", repr(child.label)) for child in left[:6]]
@@ -231,11 +276,14 @@ def _check_all_replayed(run: Run) -> None:
 
 
 def _is_read(slot: TapedSlot) -> bool:
-    own = [entry for entry in slot.entries.values() if isinstance(entry, _TapedEntry)]
-    inner = slot.sequence
-    if not own and not any(child.entries or child.sequence for child in inner):
-        return True
-    return any(entry.was_read for entry in own) or any(_is_read(child) for child in inner if child.entries)
+    entries = list(_all_entries(slot))
+    return not entries or any(entry.was_read for entry in entries)
+
+
+def _all_entries(slot: TapedSlot) -> Iterator[TapedEntry]:
+    yield from (entry for entry in slot.entries.values() if isinstance(entry, TapedEntry))
+    for inner in slot.sequence:
+        yield from _all_entries(inner)
 
 
 def _taped(slot: Slot) -> TapedSlot:
@@ -249,18 +297,18 @@ def _taped(slot: Slot) -> TapedSlot:
 class TapedSlot(Slot):
     """A slot that a tape has filled. Labels are those of another process, maybe of another framework."""
 
-    __slots__ = ("_by_order", "device", "sequence", "tape")
+    __slots__ = ("_by_order", "device", "region", "sequence", "tape")
 
     def __init__(self, region: Region, tape: Tape) -> None:
         super().__init__(region.label if region.given else AutoLabel(region.label))
-        self.tape = tape
+        self.region, self.tape = region, tape
         self.device: Any = None
         self.rows = region.rows
         self.sequence = [TapedSlot(inner, tape) for inner in region.regions]
         for inner, slot in zip(region.regions, self.sequence, strict=True):
             self.children.setdefault((inner.scope, inner.label), []).append(slot)
         for decision in region.decisions:
-            self.entries[decision.key] = _TapedEntry(self, decision)
+            self.entries[decision.key] = TapedEntry(self, decision)
         self._by_order: dict[Scope, list[str]] = {}
         for scope, name in list(self.entries):
             if name is not None and name.startswith(ONCE):
@@ -305,7 +353,7 @@ class TapedSlot(Slot):
         self.device = device
         now, before = row_counts(shapes), self.rows or frozenset()
         for entry in self.entries.values():
-            if isinstance(entry, _TapedEntry):
+            if isinstance(entry, TapedEntry):
                 entry.line_up(before, now)
 
     def _missing(self, scope: Scope, name: str) -> TapeError:
@@ -338,7 +386,7 @@ class TapedSlot(Slot):
         )
 
 
-class _TapedEntry(Entry):
+class TapedEntry(Entry):
     """A decision of a tape, handed to layers of any framework."""
 
     __slots__ = ("_layer", "decision", "was_read")
@@ -348,6 +396,7 @@ class _TapedEntry(Entry):
         self.was_read = False
         self._layer = slot.label
         self.spec, self.leaves, self.counts, self.state = decision.spec, decision.leaves, decision.counts, None
+        self.axes = decision.axes
         self.place = decision.place or ("a tape", 0)
         self.backends = [backend_of(leaf) for leaf in self.leaves]
 
@@ -386,7 +435,7 @@ class _TapedEntry(Entry):
 
     def line_up(self, before: frozenset[int], now: frozenset[int]) -> None:
         for n, leaf in enumerate(self.leaves):
-            shape = described(leaf)[1]
+            shape = described(leaf)[1][self.axes[n] if self.axes else 0 :]
             if now and shape and shape[0] in before and shape[0] not in now:
                 rows = ", ".join(map(str, sorted(now)[:8]))
                 raise self._unfit(n, f"{shape[0]} rows, as an input had; now inputs have {rows}")

@@ -38,7 +38,7 @@ class AutoLabel(str):
 class Entry:
     """The data of one save, with the place it was made and the frontend's state right after it (R7)."""
 
-    __slots__ = ("backends", "counts", "leaves", "place", "spec", "state")
+    __slots__ = ("axes", "backends", "counts", "leaves", "place", "spec", "state")
 
     def __init__(self, layer: str, key: Key, data: Any, place: Place) -> None:
         leaves: list[Any] = []
@@ -61,6 +61,7 @@ class Entry:
         ]
         self.state: Any = None
         self.counts: dict[Any, int] = {}
+        self.axes: tuple[int, ...] = ()  # of each array, how many leading axes count the iterations of loops
 
     def restore(self) -> Any:
         """The data, in new containers around new arrays (R6)."""

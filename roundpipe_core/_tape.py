@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from ._host import kind_of
 from ._slots import Entry, Key, Place, Slot, spoken
 from ._trees import LEAF, Node, Spec, paths
 
-__all__ = ["Decision", "Region", "Skeleton", "Tape", "TapeEntry", "portable", "taken_from"]
+__all__ = ["Decision", "Region", "Skeleton", "Tape", "TapeEntry", "check_range", "portable", "taken_from"]
 
 ONCE = "recompute_once("
 OUTSIDE = "outside of layers"
@@ -145,6 +146,8 @@ class Tape:
             if name in (None, decision.key[1]) and layer in (None, path, path.rpartition("/")[2]):
                 found = True
                 decision.checked = refuse_outside(path, decision, below)
+                if not decision.checked:
+                    raise unseen(path, decision, below)
                 decision.below = below
         if not found:
             raise TapeError(
@@ -291,30 +294,33 @@ class Tape:
             self._owned[key] = make()
         return self._owned[key]
 
-    def split(self) -> tuple[list[Any], Skeleton]:
-        """The arrays, in order, and all that is not an array."""
+    def split(self, which: Callable[[Any], bool] | None = None) -> tuple[list[Any], Skeleton]:
+        """The arrays, in order, and all that is not an array. `which` tells what counts as one."""
         arrays: list[Any] = []
-        taken = self.mapped(lambda leaf: _taken(leaf, arrays))
-        return arrays, Skeleton(taken.root)
+        which = which or (lambda leaf: backend_of(leaf) is not None)
+        return arrays, Skeleton(_mapped(self.root, lambda leaf: _taken(leaf, arrays, which), checked=True))
 
-    def mapped(self, change: Callable[[Any], Any]) -> Tape:
-        """A tape with `change` of each array and value."""
-        return Tape(_mapped(self.root, change))
+    def mapped(self, change: Callable[[Any], Any], *, checked: bool = False) -> Tape:
+        """A tape with `change` of each array and value. `checked` tells that ranges checked in this one are kept."""
+        return Tape(_mapped(self.root, change, checked))
 
 
 class Skeleton:
     """A tape without its arrays. Equal, and hashed alike, where the tapes are alike but for those."""
 
-    __slots__ = ("_root", "key")
+    __slots__ = ("key", "root")
 
     def __init__(self, root: Region) -> None:
-        self._root = root
-        self.key = json.dumps(_summary(root), default=repr)
+        self.root = root
+        self.key = json.dumps(_summary(root), default=lambda value: [type(value).__qualname__, repr(value)])
 
-    def filled(self, arrays: Sequence[Any]) -> Tape:
-        """The tape with these arrays."""
-        given = iter(arrays)
-        return Tape(_mapped(self._root, lambda leaf: next(given) if leaf is _ARRAY else leaf))
+    def filled(self, arrays: Sequence[Any], *, checked: bool = False) -> Tape:
+        """The tape with these arrays, or with whatever stands for them.
+
+        `checked` tells that they are those of the tape that was split, and that ranges checked there are kept.
+        """
+        given = (array if backend_of(array) is not None else _InPlace(array) for array in arrays)
+        return Tape(_mapped(self.root, lambda leaf: next(given) if leaf is _ARRAY else leaf, checked))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Skeleton) and self.key == other.key
@@ -331,20 +337,31 @@ class _Array:
 _ARRAY = _Array()
 
 
-def _taken(leaf: Any, arrays: list[Any]) -> Any:
-    if backend_of(leaf) is None:
+class _InPlace:
+    """What a transformation of trees put in the place of an array: a shape, None, a mark."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _taken(leaf: Any, arrays: list[Any], which: Callable[[Any], bool]) -> Any:
+    if isinstance(leaf, _InPlace):
+        leaf = leaf.value
+    elif not which(leaf):
         return leaf
     arrays.append(leaf)
     return _ARRAY
 
 
-def _mapped(region: Region, change: Callable[[Any], Any]) -> Region:
+def _mapped(region: Region, change: Callable[[Any], Any], checked: bool = False) -> Region:
     new = Region(region.label, given=region.given, scope=region.scope, rows=region.rows)
     for old in region.decisions:
         decision = Decision(old.key, old.spec, [change(leaf) for leaf in old.leaves], old.place, old.below)
-        decision.counts, decision.axes = old.counts, old.axes
+        decision.counts, decision.axes, decision.checked = old.counts, old.axes, old.checked and checked
         new.decisions.append(decision)
-    new.regions = [_mapped(inner, change) for inner in region.regions]
+    new.regions = [_mapped(inner, change, checked) for inner in region.regions]
     return new
 
 
@@ -354,7 +371,10 @@ def _summary(region: Region) -> Any:
         region.given,
         region.scope,
         sorted(region.rows),
-        [[d.key, outline(d.spec), d.leaves, d.below, sorted(map(repr, d.counts.items()))] for d in region.decisions],
+        [
+            [d.key, outline(d.spec), d.leaves, d.axes, d.below, d.checked, sorted(map(repr, d.counts.items()))]
+            for d in region.decisions
+        ],
         [_summary(inner) for inner in region.regions],
     ]
 
@@ -363,7 +383,12 @@ def outline(spec: Spec) -> Any:
     """The containers of a value, as JSON could have them."""
     if spec is LEAF or not isinstance(spec, Node):
         return None
-    return [spec.kind.__qualname__, spec.keys, [outline(child) for child in spec.children]]
+    return [spec.kind.__qualname__, spec.keys, [outline(child) for child in spec.children], _static(spec.build)]
+
+
+def _static(build: Any) -> str:
+    """What a container that a frontend knows holds besides its children."""
+    return repr(getattr(build, "__self__", "")) if isinstance(build, types.BuiltinMethodType) else ""
 
 
 def portable(label: str) -> str:
@@ -393,6 +418,7 @@ def taken_from(slot: Slot, scope: Scope = ()) -> Region:
 
 def _decision(key: Key, entry: Entry) -> Decision:
     decision = Decision((key[0], portable_name(key[1])), entry.spec, entry.leaves, entry.place)
+    decision.axes = entry.axes
     for met, count in entry.counts.items():
         name = (*met[:-1], portable_name(portable(met[-1]))) if isinstance(met[-1], str) else met
         decision.counts[name] = decision.counts.get(name, 0) + count
@@ -424,6 +450,18 @@ def refuse_outside(layer: str, decision: Decision, below: int) -> bool:
         elif extremes and not 0 <= extremes[0] <= extremes[1] < below:
             raise out_of_range(layer, decision, item, extremes, below)
     return known
+
+
+def unseen(layer: str, decision: Decision, below: int) -> TapeError:
+    """A range that nobody can vouch for."""
+    return TapeError(
+        message(
+            f"tape, layer {layer!r}, {spoken(decision.key)}: whether all integers are below {below} cannot be seen "
+            "while this is traced.",
+            [("the tape declares", str(decision.below))],
+            "say so where the tape has values, outside of what is traced: tape.declare(below=...).",
+        )
+    )
 
 
 def integer_extremes(leaf: Any) -> tuple[int, ...] | None:

@@ -32,7 +32,7 @@ from roundpipe_core import (
     replay,
     save_for_recompute,
 )
-from roundpipe_core._backend import outside_saves, register_backend
+from roundpipe_core._backend import outside_saves, register_backend, tape_guards
 
 from ._backend import JaxArrays
 from ._exchange import exchange, from_dlpack
@@ -41,6 +41,7 @@ from ._layers import remat_layers
 from ._policies import save_dots, save_either, save_policy
 from ._remat import checkpoint, remat
 from ._runs import saved_outside
+from ._tapes import Guard
 
 __all__ = [
     "Difference",
@@ -85,3 +86,4 @@ __all__ = [
 
 register_backend(JaxArrays())
 outside_saves.append(saved_outside)
+tape_guards.append(Guard)

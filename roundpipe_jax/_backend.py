@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from roundpipe_core import Tape, replay
-from roundpipe_core._backend import to_host
+from roundpipe_core._backend import origin_of, to_host
 from roundpipe_core._host import HostArray
 
+from ._exchange import from_dlpack
 from ._jax import concrete_value, is_float, is_tracer, struct
 from ._runs import stop_gradients
 
-__all__ = ["JaxArrays", "as_numpy", "aval_bytes"]
+__all__ = ["JaxArrays", "adopted", "as_numpy", "aval_bytes", "check_holds", "largest", "smallest"]
 
 
 class JaxArrays:
@@ -72,9 +73,7 @@ class JaxArrays:
         return HostArray(host.dtype, host.shape, host.data, self.name)
 
     def adopt(self, array: Any, like: Any) -> Any:
-        values = array if isinstance(array, jax.Array) else _from_host(to_host(array))
-        dtype = jax.dtypes.canonicalize_dtype(values.dtype) if like is None else like.dtype
-        return _cast(values, dtype)
+        return adopted(array, None if like is None else like.dtype)
 
     def distance(self, one: Any, two: Any) -> float:
         a, b = as_numpy(one), as_numpy(two)
@@ -101,17 +100,44 @@ class JaxArrays:
         return loss, outputs, jax.tree.unflatten(tree, [next(given) if flag else None for flag in trained])
 
 
-def _from_host(host: HostArray) -> Any:
-    return np.frombuffer(host.data, jnp.dtype(host.dtype)).reshape(host.shape)
+def adopted(array: Any, dtype: Any = None) -> Any:
+    """An array of JAX with the values of any array, see `Backend.adopt`."""
+    if is_tracer(array):
+        if dtype is not None and array.dtype != dtype:
+            raise TypeError(f"is {array.dtype}, not {dtype}, and its values are not known while it is traced")
+        return array
+    foreign = origin_of(array) not in ("jax", "numpy")
+    if isinstance(array, HostArray):
+        array = np.frombuffer(array.data, jnp.dtype(array.dtype)).reshape(array.shape)
+    values = from_dlpack(array, allow_rounding=dtype is not None)
+    if dtype is None and foreign and jnp.issubdtype(values.dtype, jnp.integer):
+        dtype = jax.dtypes.canonicalize_dtype(jnp.int_)
+    if dtype is None or values.dtype == dtype:
+        return values
+    check_holds(values, dtype)
+    return values.astype(dtype)
 
 
-def _cast(values: Any, dtype: Any) -> Any:
-    if jnp.issubdtype(dtype, jnp.integer) and not is_tracer(values):
-        held = np.asarray(values)
-        bounds = np.iinfo(dtype)
-        if held.size and not bounds.min <= int(held.min()) <= int(held.max()) <= bounds.max:
-            raise ValueError(f"holds values that {dtype} cannot")
-    return jnp.asarray(values, dtype)
+def smallest(dtype: Any) -> int:
+    """The smallest integer of a dtype."""
+    return int(_info(dtype).min)
+
+
+def largest(dtype: Any) -> int:
+    """The largest integer of a dtype."""
+    return int(_info(dtype).max)
+
+
+_info: Any = jnp.iinfo
+
+
+def check_holds(array: Any, dtype: Any) -> None:
+    """Refuse integers that `dtype` cannot hold. `array` has values."""
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return
+    values = np.asarray(array)
+    if values.size and not smallest(dtype) <= int(values.min()) <= int(values.max()) <= largest(dtype):
+        raise ValueError(f"holds values that {dtype} cannot")
 
 
 def as_numpy(array: Any) -> Any:

@@ -19,15 +19,19 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 from roundpipe_core._errors import MismatchError, OptionError, message
 from roundpipe_core._phase import Phase, open_slot, thread
+from roundpipe_core._replay import TapedSlot
 from roundpipe_core._slots import Slot, label_of, where
+from roundpipe_core._tape import Skeleton
 
 from . import _arguments
 from ._explain import note
 from ._identity import codes
-from ._jax import is_about_forward_mode, is_float, is_remat3, is_tracer, trace_state
+from ._inner import MarkedSlot, Marks, item, run_with
+from ._jax import is_about_forward_mode, is_float, is_remat3, is_tracer, replaced, trace_state
 from ._packing import Held, Split, Template, in_jax, split
 from ._policies import check_matches, with_tags
 from ._refusals import Refusals
@@ -35,9 +39,10 @@ from ._regions import CheckpointLane, ResidualLane
 from ._runs import JaxRun, Journal, NeedsFreshTraces, NeedsTags, NeedsTangents, execute, is_abstract, stop_gradients
 from ._staging import Program, hint, hinted, memory, stage
 from ._tags import lead_through_tags
+from ._taped import Taped, reads, without_axes
 from ._verify import verified
 
-__all__ = ["Call", "Mode", "Options", "Verify"]
+__all__ = ["Call", "Mode", "Options", "Verify", "labelled"]
 
 Mode = Literal["checkpoint", "custom_vjp"]
 Verify = Literal["off", "warn", "raise"]
@@ -63,6 +68,8 @@ class Forward:
 
     def __init__(self, shape: Split, template: Template, asked: bool) -> None:
         self.shape, self.template, self.asked = shape, template, asked
+        self.marked: MarkedSlot | None = None  # what goes to a tape
+        self.names: frozenset[str] = frozenset()  # of its marks
         self.made: dict[Hashable, Any] = {}
 
 
@@ -72,6 +79,17 @@ class Recompute:
     def __init__(self, shape: Split) -> None:
         self.shape = shape
         self.made: dict[Hashable, Any] = {}
+
+
+class Replay(Recompute):
+    """What tracing a replay found out."""
+
+    def __init__(self, shape: Split, run: JaxRun, saved: Sequence[Any]) -> None:
+        super().__init__(shape)
+        assert isinstance(run.slot, TapedSlot)
+        self.reads = reads(run.slot)
+        numbers = {id(array): n for n, array in enumerate(saved)}
+        self.narrowed = [(numbers[id(array)], dtype) for array, dtype in run.narrowed]
 
 
 class Layer(NamedTuple):
@@ -100,10 +118,16 @@ class Layer(NamedTuple):
         run = JaxRun(Phase.FORWARD, slot, fresh=fresh, **options)
         return execute(run, lambda: self.apply(arrays)), run
 
+    def new_slot(self) -> Slot:
+        """The slot of a forward that is traced, maybe for a tape."""
+        slot = Slot(self.label)
+        slot.rows = frozenset()
+        return slot
+
     def forward_program(self, *arrays: Any) -> tuple[list[Any], list[Any], Held]:
         """To be traced: outputs, saved arrays, `Forward`."""
         names = not is_remat3()  # which cannot name under vmap
-        value, run = self.started(lambda fresh: self.forward(arrays, Slot(self.label), fresh=fresh, names=names))
+        value, run = self.started(lambda fresh: self.forward(arrays, self.new_slot(), fresh=fresh, names=names))
         outputs, shape = split(value)
         saved: list[Any] = []
         template = Template(run.slot, saved)
@@ -114,6 +138,14 @@ class Layer(NamedTuple):
         value, run = self.forward(arrays, Slot(self.label), fresh=True, tags=True, journal=journal)
         outputs, shape = split(value)
         return outputs, Held(Forward(shape, Template(Slot(self.label), []), run.asked))
+
+    def taped_program(self, slot: Slot, marks: Marks, arrays: Sequence[Any], journal: Journal | None) -> Any:
+        """The same for a tape: outputs, `Forward` with the slot as it was marked."""
+        value, run = self.forward(arrays, slot, fresh=True, tags=True, journal=journal, marks=marks)
+        outputs, shape = split(value)
+        found = Forward(shape, Template(Slot(self.label), []), run.asked)
+        found.marked = marks.taken_from(slot)
+        return outputs, Held(found)
 
     def recompute_program(self, template: Template, saved: Sequence[Any], arrays: Sequence[Any]) -> Any:
         """To be traced: outputs, `Recompute`."""
@@ -127,6 +159,30 @@ class Layer(NamedTuple):
         outputs, recompute = self.recompute_program(template, saved, arrays)
         return outputs, decided, Held((forward.value.template, recompute.value.shape))
 
+    def replayed_program(self, skeleton: Skeleton, saved: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        """To be traced: outputs, `Replay`."""
+
+        def attempt(fresh: bool) -> tuple[Any, JaxRun]:
+            tape = without_axes(skeleton.filled(saved, checked=True))
+            run = JaxRun(Phase.RECOMPUTE, TapedSlot(tape.root, tape), fresh=fresh)
+            return execute(run, lambda: self.apply(arrays)), run
+
+        value, run = self.started(attempt)
+        outputs, shape = split(value)
+        return outputs, Held(Replay(shape, run, saved))
+
+    def replayed_inside(self, taped: Taped, saved: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        """The same where some of what is saved is to be taken apart by scans of the layer."""
+        stacked = {n: (saved[n], axes) for n, axes in enumerate(taped.axes) if axes}
+
+        def with_items(*values: Any) -> Any:
+            handed = [item(array, axes, n) for n, (array, axes) in enumerate(zip(values, taped.axes, strict=False))]
+            return self.replayed_program(taped.skeleton, handed, values[len(handed) :])
+
+        program = stage(with_items, [*saved, *arrays])
+        results, _ = run_with(program.jaxpr, program.consts, [*saved, *arrays], self.label, stacked=stacked)
+        return results, program.out[1]
+
     def _recompute(self, template: Template, saved: Sequence[Any], arrays: Sequence[Any], fresh: bool) -> Any:
         slot = template.fill(Slot(self.label, orphan=template.orphan), saved)
         return execute(JaxRun(Phase.RECOMPUTE, slot, fresh=fresh), lambda: self.apply(arrays))
@@ -137,7 +193,7 @@ class Call:
 
     def __init__(self, fun: Any, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.fun, self.options = fun, options
-        self.label = options.label or _labelled(fun)
+        self.label = options.label or labelled(fun)
         if options.static_argnums or options.static_argnames:
             args, kwargs = _arguments.with_static(
                 label_of(self.label), fun, args, kwargs, options.static_argnums, options.static_argnames
@@ -177,6 +233,10 @@ class Call:
         """What the layer returns."""
         outer = thread.run
         phase, slot = open_slot(self.label)
+        if slot.rows is not None:
+            slot.line_up([tuple(array.shape) for array in self.arrays], None)
+        if isinstance(slot, TapedSlot):
+            return self._replayed(slot)
         if phase is Phase.RECOMPUTE:
             return self._inside_recompute(slot)
         if phase is Phase.AUDIT:
@@ -184,7 +244,7 @@ class Call:
         if not isinstance(outer, JaxRun) or outer.phase is Phase.OFF:
             return self._outermost(slot)
         if outer.tags:
-            return self._tagged(outer.journal, inside=True)
+            return self._tagged(slot, outer.journal, outer)
         run = outer.inside(slot)
         value = execute(run, lambda: self.layer.apply(self.arrays))
         outer.asked = outer.asked or run.asked
@@ -197,19 +257,19 @@ class Call:
         if references and self.options.mode == "custom_vjp":
             raise self.refusals.reference()
         if references:
-            return self._tagged()
+            return self._tagged(slot)
         if self.options.mode != "custom_vjp" and hinted("tags", self.layer.kind):
             try:
-                return self._tagged()
+                return self._tagged(slot)
             except Exception:  # another function with the same code; if it is not, the error comes again
                 hint("tags", self.layer.kind, holds=False)
         try:
-            return self._staged() if any(map(is_abstract, self.arrays)) else self._at_once(slot)
+            return self._staged(slot) if any(map(is_abstract, self.arrays)) else self._at_once(slot)
         except NeedsTags as needs:
             given_up = needs
         try:
             hint("tags", self.layer.kind)
-            return self._tagged(given_up.journal)
+            return self._tagged(slot, given_up.journal)
         except (MismatchError, OptionError):
             hint("tags", self.layer.kind, holds=False)
             if not given_up.or_fresh:
@@ -246,7 +306,7 @@ class Call:
 
         return self.layer.started(attempt)
 
-    def _staged(self) -> Any:
+    def _staged(self, slot: Slot) -> Any:
         program = self._program("forward", Layer.forward_program, self.arrays)
         found: Forward = program.out[2].value
         if not found.asked and found.template.empty and self.options.verify == "off":
@@ -257,6 +317,8 @@ class Call:
             run = found.made.get("run") or found.made.setdefault("run", jax.jit(_named(program.run, self.fun)))
         ran = run(stop_gradients(program.consts), stop_gradients(self.arrays))
         count = len(program.out[0])
+        if slot.rows is not None:
+            found.template.fill(slot, ran[count:])  # the tape's
         known = found.made if program.cached else {}
         return self._differentiable(ran[:count], found.shape, ran[count:], found.template, program, known)
 
@@ -288,22 +350,29 @@ class Call:
             decide = functools.partial(self.layer.decided_again, template)
             verified(label_of(self.label), self.options.verify, decide, outputs, shape, saved, template, self.arrays)
         consts = forward.consts if forward is not None else []
+        return shape.join(self._in_reverse(lambda: lane(outputs, saved, inputs, consts)))
+
+    def _in_reverse(self, operation: Callable[[], list[Any]]) -> list[Any]:
+        """What `operation` gives, or the refusal of a lane that knows reverse mode only."""
         try:
-            result = lane(outputs, saved, inputs, consts)
+            return operation()
         except (TypeError, NotImplementedError) as error:  # by JAX, before our own refusal is computed
             if self.options.mode != "custom_vjp" or not is_about_forward_mode(error):
                 raise
             raise self.refusals.forward_mode() from error
-        return shape.join(result)
 
     def _recomputed(self, shape: Split, saved: list[Any], template: Template) -> Program:
         parts = (template.key(), shape.key())
+        return self._looking(
+            ("recompute", parts) if None not in parts else None,
+            lambda layer, *values: layer.recompute_program(template, values[: len(saved)], values[len(saved) :]),
+            [*saved, *self.arrays],
+        )
+
+    def _looking(self, key: Hashable, function: Callable[..., Any], arrays: Sequence[Any]) -> Program:
+        """The program of a recompute, which may have looked at values."""
         try:
-            return self._program(
-                ("recompute", parts) if None not in parts else None,
-                lambda layer, *values: layer.recompute_program(template, values[: len(saved)], values[len(saved) :]),
-                [*saved, *self.arrays],
-            )
+            return self._program(key, function, arrays)
         except _LOOKED as error:
             raise MismatchError(
                 message(
@@ -332,11 +401,11 @@ class Call:
         """Exactly `jax.checkpoint`: the layer knows nothing of phases."""
         return found.shape.join(self._checkpointed(program, found, program, self.options.policy))
 
-    def _tagged(self, journal: Journal | None = None, inside: bool = False) -> Any:
-        if self.options.mode == "custom_vjp" and not inside:  # inside another, the lane is that one's
+    def _tagged(self, slot: Slot, journal: Journal | None = None, outer: JaxRun | None = None) -> Any:
+        if self.options.mode == "custom_vjp" and outer is None:  # inside another, the lane is that one's
             raise self.refusals.inner_save()
         try:
-            program = self._tagged_program(journal)
+            program = self._tagged_program(slot, journal, outer)
         except _LOOKED as error:
             if any(map(is_abstract, self.arrays)):
                 raise  # nothing could have looked at these
@@ -350,22 +419,61 @@ class Call:
                 )
             ) from error
         found: Forward = program.out[1].value
-        led = self._led(program, found, journal)
-        return found.shape.join(self._checkpointed(program, found, led, with_tags(self.options.policy)))
+        led = self._led(program, found, journal, whole=outer is None)
+        results = self._checkpointed(program, found, led, with_tags(self.options.policy))
+        if found.marked is not None and outer is None:
+            names = sorted(found.names)
+            count = len(results) - len(names)
+            found.marked.fill(slot, dict(zip(names, stop_gradients(results[count:]), strict=True)))
+            results = results[:count]
+        return found.shape.join(results)
 
-    def _tagged_program(self, journal: Journal | None) -> Program:
+    def _tagged_program(self, slot: Slot, journal: Journal | None, outer: JaxRun | None) -> Program:
+        if outer is not None and outer.marks is not None:  # the slot is a part of the outer one's
+            marks = outer.marks
+
+            def inside(*arrays: Any) -> Any:
+                marks.region(slot)
+                return self.layer.taped_program(slot, marks, arrays, journal)
+
+            return stage(inside, self.arrays)
+        if outer is None and slot.rows is not None:
+
+            def whole(layer: Layer, *arrays: Any) -> Any:
+                return layer.taped_program(layer.new_slot(), Marks(), arrays, journal)
+
+            if journal is None:
+                return self._program("taped", whole, self.arrays)
+            return stage(functools.partial(whole, self.layer), self.arrays)
         if journal is None:
             return self._program("tagged", Layer.tagged_program, self.arrays)
         return stage(functools.partial(self.layer.tagged_program, journal=journal), self.arrays)  # of this call alone
 
-    def _led(self, program: Program, found: Forward, journal: Journal | None = None) -> Program:
+    def _led(self, program: Program, found: Forward, journal: Journal | None = None, whole: bool = False) -> Program:
         """The program in which every use of a saved value reads its name, or what was decided before."""
         led: Program | None = found.made.get("led")
         if led is None:
             decided = journal.decided if journal is not None else {}
             led = program._replace(jaxpr=lead_through_tags(program.jaxpr, label_of(self.label), decided))
-            led = found.made["led"] = led.pruned() if decided else led
+            if found.marked is not None and whole:
+                led = self._with_marks(led, found, found.marked)
+            led = found.made["led"] = led.pruned() if decided and (found.marked is None or whole) else led
         return led
+
+    def _with_marks(self, led: Program, found: Forward, marked: MarkedSlot) -> Program:
+        """The program, with what is saved among its results."""
+        marked.check(led.jaxpr.jaxpr)
+        count = len(led.consts)
+
+        def with_marks(*values: Any) -> list[Any]:
+            results, values_of = run_with(led.jaxpr, values[:count], values[count:], self.label, shapes=marked.shapes)
+            found.names = frozenset(values_of)
+            return [*results, *(values_of[name] for name in sorted(values_of))]
+
+        more = stage(with_marks, [*led.consts, *self.arrays]).jaxpr
+        inputs = more.jaxpr.invars
+        jaxpr = replaced(more.jaxpr, constvars=[*more.jaxpr.constvars, *inputs[:count]], invars=inputs[count:])
+        return led._replace(jaxpr=ClosedJaxpr(jaxpr, [*more.consts, *led.consts]))
 
     def _checkpointed(self, program: Program, found: Forward, led: Program, policy: Any) -> list[Any]:
         check_matches(self.options.policy, program.jaxpr, label_of(self.label))
@@ -377,7 +485,7 @@ class Call:
                 barrier = (False, list(barrier))
             made = found.made[key] = jax.checkpoint(led.run, policy=policy, prevent_cse=barrier)
         inputs = [*led.consts, *self.arrays]
-        if thread.run is None:
+        if not isinstance(thread.run, JaxRun):
             count, policy = len(led.consts), self.options.policy
             note(
                 label_of(self.label),
@@ -389,6 +497,28 @@ class Call:
             )
         result: list[Any] = made(led.consts, self.arrays)
         return result
+
+    # -------------------------------------------------------------------------------- the replay of a tape
+
+    def _replayed(self, slot: TapedSlot) -> Any:
+        """The recompute, in place of the forward too (R13)."""
+        taped = Taped(slot)
+        program = self._looking(
+            ("replay", taped.key) if taped.key is not None else None,
+            functools.partial(_replayed_in, taped),
+            [*taped.arrays, *self.arrays],
+        )
+        found: Replay = program.out[1].value
+        taped.mark(found.reads)
+        for n, dtype in found.narrowed:
+            taped.narrow(n, dtype)
+        check_matches(self.options.policy, program.jaxpr, label_of(self.label))
+        count = len(taped.arrays)
+        inputs = [*program.consts, *self.arrays]
+        lane = self._lane(program, found, None, count)
+        if not isinstance(thread.run, JaxRun):
+            note(label_of(self.label), lane.recompute, taped.arrays, inputs, self.options.policy, tags=False)
+        return found.shape.join(self._in_reverse(lambda: lane.alone(taped.arrays, inputs)))
 
     # ------------------------------------------------------------------- inside the recompute of another
 
@@ -416,13 +546,20 @@ class Call:
         return stage(lambda *values: function(self.layer, *values), arrays, jitted)
 
 
+def _replayed_in(taped: Taped, layer: Layer, *values: Any) -> Any:
+    saved, arrays = values[: len(taped.axes)], values[len(taped.axes) :]
+    if any(taped.axes):
+        return layer.replayed_inside(taped, saved, arrays)
+    return layer.replayed_program(taped.skeleton, saved, arrays)
+
+
 def _held_weakly(call: Call, function: Callable[..., Any]) -> Callable[..., Any]:
     fun: Any = weakref.ref(call.fun)
     label, arguments, kind = call.options.label, call.arguments, call.layer.kind
-    return lambda *values: function(Layer(fun, arguments, label or _labelled(fun()), kind), *values)
+    return lambda *values: function(Layer(fun, arguments, label or labelled(fun()), kind), *values)
 
 
-def _labelled(fun: Any) -> Any:
+def labelled(fun: Any) -> Any:
     """What to call a layer after: the user's function, also behind a transformation of JAX."""
     while hasattr(fun, "__wrapped__") and not isinstance(fun, types.MethodType):
         fun = fun.__wrapped__

@@ -16,6 +16,7 @@ from jax.interpreters import ad, batching, mlir
 
 __all__ = [
     "behind",
+    "belongs_to",
     "cannot_name",
     "concrete_value",
     "default_platform",
@@ -49,6 +50,14 @@ def trace_state() -> Any:
     """The trace that operations of this thread go to now. Compare two by `==`."""
     state: Any = jax.extend.core.get_opaque_trace_state
     return state()
+
+
+def belongs_to(inner: Any, outer: Any) -> bool:
+    """Whether values without tangents of one trace are good in the other: nothing but differentiation is between."""
+    trace, home = inner._trace_ref(), outer._trace_ref()
+    while trace is not home and type(trace).__name__ in ("JVPTrace", "LinearizeTrace"):
+        trace = trace.parent_trace
+    return trace is home and trace is not None
 
 
 def cannot_name() -> bool:

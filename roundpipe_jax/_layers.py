@@ -10,8 +10,11 @@ import jax
 from roundpipe_core._errors import OptionError, message
 from roundpipe_core._slots import label_of
 
+from ._calls import labelled
 from ._explain import repeated
+from ._policies import save_policy
 from ._remat import Mode, Verify, remat
+from ._stacks import stack_of
 
 __all__ = ["remat_layers"]
 
@@ -70,29 +73,37 @@ def remat_layers(
     _check_groups(nested, count, name)
     one = remat(layer, policy=policy, prevent_cse=False, mode=mode, verify=verify, label=label)
 
-    def step(x: Any, params: Any) -> tuple[Any, Any]:
-        result = one(params, x, *broadcast)
-        return result if has_aux else (result, None)
+    taped = stack_of(label or labelled(layer), count)
 
-    def stack(params: Any, x: Any, length: int) -> tuple[Any, Any]:
+    def step(x: Any, inputs: Any) -> tuple[Any, Any]:
+        params, taken = inputs
+        result, kept = taped.layer(lambda: one(params, x, *broadcast), taken)
+        x, aux = result if has_aux else (result, None)
+        return x, (aux, kept)
+
+    def stack(inputs: Any, x: Any, length: int) -> tuple[Any, Any]:
         with repeated(length):
-            return jax.lax.scan(step, x, params, unroll=unroll)
+            return jax.lax.scan(step, x, inputs, unroll=unroll)
 
+    inputs = (stacked_params, list(taped.arrays))
     if nested is None:
-        last, aux = stack(stacked_params, x, count)
-        return (last, aux) if has_aux else last
+        last, (aux, kept) = stack(inputs, x, count)
+    else:
+        size = count // nested
+        groups = jax.tree.map(lambda leaf: leaf.reshape(nested, size, *leaf.shape[1:]), inputs)
 
-    size = count // nested
-    groups = jax.tree.map(lambda leaf: leaf.reshape(nested, size, *leaf.shape[1:]), stacked_params)
+        def group(x: Any, inputs: Any) -> Any:
+            return stack(inputs, x, size)
 
-    def group(x: Any, params: Any) -> Any:
-        return stack(params, x, size)
-
-    with repeated(nested):
-        last, aux = jax.lax.scan(remat(group, prevent_cse=False, label=f"{name}, {size} layers"), x, groups)
-    if not has_aux:
-        return last
-    return last, jax.tree.map(lambda leaf: leaf.reshape(count, *leaf.shape[2:]), aux)
+        # On a tape the layers are regions, and the groups are none.
+        grouped = remat(group, prevent_cse=False, label=f"{name}, {size} layers")
+        if taped.taped:
+            grouped = jax.checkpoint(group, prevent_cse=False, policy=save_policy())
+        with repeated(nested):
+            last, out = jax.lax.scan(grouped, x, groups)
+        aux, kept = jax.tree.map(lambda leaf: leaf.reshape(count, *leaf.shape[2:]), out)
+    taped.finish(kept)
+    return (last, aux) if has_aux else last
 
 
 def _layers_in(stacked_params: Any, name: str) -> int:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from roundpipe_core._slots import Entry, Slot
+from roundpipe_core._slots import AutoLabel, Entry, Slot
 from roundpipe_core._trees import Node, Spec, paths
 
 from ._identity import token, tree_token
@@ -80,19 +80,20 @@ def split(value: Any) -> tuple[list[Any], Split]:
 class Template:
     """A slot, and those of the regions in it, without their arrays."""
 
-    __slots__ = ("children", "entries", "label", "orphan", "size")
+    __slots__ = ("children", "entries", "label", "orphan", "rows", "size")
 
     def __init__(self, slot: Slot, arrays: list[Any]) -> None:
         first = len(arrays)
-        self.label, self.orphan = slot.label, slot.orphan
+        self.label = slot.label if slot.given else AutoLabel(slot.label)
+        self.orphan, self.rows = slot.orphan, slot.rows
         self.entries: list[tuple[Any, Entry, list[bool]]] = []
         for key, entry in slot.entries.items():
             mask = [backend is not None and backend.name == "jax" for backend in entry.backends]
             arrays += [leaf for leaf, one in zip(entry.leaves, mask, strict=True) if one]
             self.entries.append((key, _with_leaves(entry, mask, None), mask))
-        self.children = {
-            key: [Template(child, arrays) for child in children] for key, children in slot.children.items()
-        }
+        inner = [(key, child) for key, children in slot.children.items() for child in children]
+        inner.sort(key=lambda pair: pair[1].born)
+        self.children = [(key, Template(child, arrays)) for key, child in inner]
         self.size = len(arrays) - first
 
     def fill(self, slot: Slot, arrays: Sequence[Any]) -> Slot:
@@ -103,16 +104,16 @@ class Template:
     def _fill(self, slot: Slot, arrays: Any) -> None:
         for key, entry, mask in self.entries:
             slot.entries[key] = _with_leaves(entry, mask, arrays)
-        for key, children in self.children.items():
-            slots = slot.children.setdefault(key, [])
-            for child in children:
-                slots.append(Slot(child.label, orphan=child.orphan))
-                child._fill(slots[-1], arrays)
+        for key, child in self.children:
+            inner = Slot(child.label, orphan=child.orphan)
+            inner.rows = None if slot.rows is None else child.rows
+            slot.children.setdefault(key, []).append(inner)
+            child._fill(inner, arrays)
 
     @property
     def empty(self) -> bool:
         """Whether nothing was saved, not even in an inner region."""
-        return not self.entries and all(child.empty for group in self.children.values() for child in group)
+        return not self.entries and all(child.empty for _, child in self.children)
 
     def key(self) -> Hashable:
         """Equal for slots that a recompute cannot tell apart; None if that cannot be known."""
@@ -123,11 +124,11 @@ class Template:
             if shape is None or None in rest:
                 return None
             parts.append((key, shape, tuple(mask), tuple(rest), _counts(entry)))
-        for at, group in self.children.items():
-            inner = [child.key() for child in group]
-            if None in inner:
+        for at, child in self.children:
+            inner = child.key()
+            if inner is None:
                 return None
-            parts.append((at, tuple(inner)))
+            parts.append((at, inner))
         return tuple(parts)
 
 

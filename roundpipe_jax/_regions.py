@@ -21,6 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from ._jax import is_float, is_remat3, optimization_barrier, reverse_only
 from ._refusals import Refusals
+from ._runs import stop_gradients
 from ._staging import Program
 
 __all__ = ["CheckpointLane", "ResidualLane"]
@@ -53,6 +54,17 @@ class _Lane:
         """The outputs again, from the slot."""
         consts, args = inputs[: self.jaxpr_consts], inputs[self.jaxpr_consts :]
         return self.program.run(consts, [*slot, *args])
+
+    def alone(self, slot: _Arrays, inputs: _Arrays) -> list[Any]:
+        """The recompute as the forward too: a slot that no forward has filled (R13)."""
+        made = self._made.get(())
+        if made is None:
+            barrier = self.barrier
+            if isinstance(barrier, tuple):
+                barrier = (False, [*(False,) * self.jaxpr_consts, *barrier])  # type: ignore[assignment]
+            made = self._made[()] = jax.checkpoint(self.recompute, policy=self.policy, prevent_cse=barrier)
+        result: list[Any] = made(list(slot), list(inputs))
+        return result
 
     def check(self, varying: Sequence[bool], inputs: _Arrays, forward_consts: _Arrays, more: Sequence[bool]) -> None:
         """Trace the tangent of the forward, so that the probes on saved values speak up (R5)."""
@@ -139,10 +151,7 @@ class CheckpointLane(_Lane):
 
     def _beside(self, outputs: _Arrays, slot: _Arrays, inputs: _Arrays) -> list[Any]:
         """The same where `jax.checkpoint` is no transformation of programs, and has to see the primal."""
-        made = self._made.get(())
-        if made is None:
-            made = self._made[()] = jax.checkpoint(self.recompute, policy=self.policy, prevent_cse=self.barrier)
-        again = made(list(slot), list(inputs))
+        again = self.alone(slot, inputs)
         return [
             _left_value_right_tangent(out, like) if is_float(out) else out
             for out, like in zip(outputs, again, strict=True)
@@ -169,6 +178,9 @@ class ResidualLane(_Lane):
     def __init__(self, program: Program, *, refusals: Refusals, **options: Any) -> None:
         super().__init__(program, **options)
         self.refusals = refusals
+
+    def alone(self, slot: _Arrays, inputs: _Arrays) -> list[Any]:
+        return self(self.recompute(*stop_gradients((list(slot), list(inputs)))), slot, inputs)
 
     def __call__(self, outputs: _Arrays, slot: _Arrays, inputs: _Arrays, forward_consts: _Arrays = ()) -> list[Any]:
         needed = [is_float(value) for value in outputs]

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from roundpipe_core._backend import expand
+from roundpipe_core._backend import backend_of, expand
 from roundpipe_core._errors import GradientError, message
 from roundpipe_core._phase import Phase, Run, thread
 from roundpipe_core._slots import Entry, Key, Place, Slot, spoken, where
@@ -44,8 +44,13 @@ __all__ = [
     "NeedsTangents",
     "execute",
     "is_abstract",
+    "recorded_outside",
     "saved_outside",
+    "traced_for",
 ]
+
+if TYPE_CHECKING:
+    from ._inner import Marks
 
 T = TypeVar("T")
 
@@ -53,7 +58,7 @@ SAVED = "roundpipe_saved"
 """The name that saved values carry in a program, see `jax.ad_checkpoint.checkpoint_name`."""
 
 # Part of the key of every cache of traces that JAX has: a jitted function inside a layer is traced once per phase.
-_traced_for = user_context()
+traced_for = user_context()
 
 
 class Journal:
@@ -111,7 +116,7 @@ class NeedsTangents(BaseException):
 class JaxRun(Run):
     """One execution of a region's Python code in JAX."""
 
-    __slots__ = ("asked", "cut", "fresh", "home", "journal", "names", "tags")
+    __slots__ = ("asked", "cut", "fresh", "home", "journal", "marks", "names", "narrowed", "tags")
 
     def __init__(
         self,
@@ -124,6 +129,7 @@ class JaxRun(Run):
         cut: bool = False,
         names: bool = False,
         journal: Journal | None = None,
+        marks: Marks | None = None,
     ) -> None:
         super().__init__(phase, slot)
         self.home = trace_state() if home is None else home
@@ -132,7 +138,9 @@ class JaxRun(Run):
         self.cut = cut  # no tangents in this forward
         self.names = names  # saved values are named in the program, for a checkpoint around this region
         self.journal = journal  # written by a forward that runs on values, read by one with tags
+        self.marks = marks  # what is saved is marked in the program, for a tape
         self.asked = False  # whether the layer knows its phase: then its phases may differ
+        self.narrowed: list[tuple[Any, Any]] = []  # integers of a tape that the layer has in a narrower dtype
 
     @property
     def on_values(self) -> bool:
@@ -172,6 +180,16 @@ class JaxRun(Run):
     def arguments(self, values: T) -> T:
         return stop_gradients(values)
 
+    def adopt(self, leaf: Any, like: Any) -> Any:  # R13
+        if not isinstance(like, jax.Array):
+            return leaf
+        backend = backend_of(like)
+        if not is_tracer(leaf):  # numpy's, or known to be the same in every call
+            return leaf if backend is None else backend.adopt(leaf, like)
+        if jnp.issubdtype(like.dtype, jnp.integer) and not _holds(like.dtype, leaf.dtype):
+            self.narrowed.append((leaf, like.dtype))  # looked at where there are values
+        return leaf.astype(like.dtype)
+
     def _decide(self, function: Callable[[], T]) -> T:
         key = (self.scope, None)
         made = self.journal.next(key, None) if self.journal is not None and self.tags else None
@@ -180,7 +198,7 @@ class JaxRun(Run):
             return earlier
         if self.phase is Phase.FORWARD:
             self._stays_in_python(static=False)  # asked before the decision is made, which happens once (R8)
-        with _traced_for(Phase.OFF):
+        with traced_for(Phase.OFF):
             value: T = super()._decide(function)
         if self.phase is not Phase.FORWARD:
             return value
@@ -213,7 +231,7 @@ class JaxRun(Run):
             self._forget_earlier_trace(key, place)
         for n in tracers:
             if place is not None and is_float(leaves[n]):
-                leaves[n] = _probe(_Fault(self.slot, key, spec, n, place), leaves[n])
+                leaves[n] = _probe(_Fault(self.slot.label, key, spec, n, place), leaves[n])
         if self.on_values:
             self._into_journal(key, place, spec, leaves)
         self._stays_in_python(static=not tracers)
@@ -222,6 +240,9 @@ class JaxRun(Run):
         if self.tags or self.names:
             for n in tracers:
                 leaves[n] = named(leaves[n], SAVED)
+        if self.marks is not None:
+            for n in tracers:
+                leaves[n] = self.marks.mark(leaves[n])
         return unflatten(spec, iter(leaves)) if tracers else data
 
     def _into_journal(self, key: Key, place: Place | None, spec: Spec, leaves: list[Any]) -> None:
@@ -246,11 +267,18 @@ class JaxRun(Run):
             del self.slot.entries[key]
 
 
+def _holds(dtype: Any, other: Any) -> bool:
+    """Whether integers of type `other` are all of type `dtype` too."""
+    info: Any = jnp.iinfo
+    wide, narrow = info(dtype), info(other)
+    return bool(wide.min <= narrow.min and narrow.max <= wide.max)
+
+
 def execute(run: JaxRun, call: Callable[[], T]) -> T:
     """`call()` as the code of `run` (R1, R11)."""
     # Code that ran on values may have asked for its phase in a jitted function and have an answer. A trace for later
     # has to learn that it was asked, and so does not share JAX's cache with it.
-    with _traced_for((run.phase, object() if run.fresh else run.on_values)):
+    with traced_for((run.phase, object() if run.fresh else run.on_values)):
         before = thread.run
         thread.run = run
         try:
@@ -290,14 +318,26 @@ def saved_outside(data: tuple[Any, ...]) -> tuple[Any, ...]:
     return handed_back
 
 
+def recorded_outside(layer: str, key: Key, data: tuple[Any, ...], place: Place) -> tuple[Any, ...]:
+    """The same while a tape is recorded, which holds no tangents (R5)."""
+    leaves: list[Any] = []
+    spec = flatten(data, leaves, expand)
+    probed = (
+        _probe(_Fault(layer, key, spec, n, place), leaf) if is_tracer(leaf) and is_float(leaf) else leaf
+        for n, leaf in enumerate(leaves)
+    )
+    handed_back: tuple[Any, ...] = unflatten(spec, probed)
+    return saved_outside(handed_back)
+
+
 # ------------------------------------------------------------------------------------------- R5
 
 
 class _Fault:
     """What to say if a saved value turns out to carry a tangent, which may be long after the save."""
 
-    def __init__(self, slot: Slot, key: Key, spec: Spec, leaf: int, place: Place) -> None:
-        self.layer, self.key, self.spec, self.leaf, self.place = slot.label, key, spec, leaf, place
+    def __init__(self, layer: str, key: Key, spec: Spec, leaf: int, place: Place) -> None:
+        self.layer, self.key, self.spec, self.leaf, self.place = layer, key, spec, leaf, place
 
     def error(self, value: Any) -> GradientError:
         path = list(paths(self.spec))[self.leaf]

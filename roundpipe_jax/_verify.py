@@ -85,9 +85,8 @@ def _items(template: Template) -> list[str]:
         for path, one in zip(paths(entry.spec), mask, strict=True)
         if one
     ]
-    for group in template.children.values():
-        for child in group:
-            names += [f"layer {child.label!r}, {name}" for name in _items(child)]
+    for _, child in template.children:
+        names += [f"layer {child.label!r}, {name}" for name in _items(child)]
     return names
 
 

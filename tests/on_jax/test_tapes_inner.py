@@ -1,0 +1,215 @@
+"""Tapes of regions that save inside scan, cond and jit (R13)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from roundpipe_jax import (
+    TapeError,
+    doing_recompute,
+    get_recompute_data,
+    recompute_once,
+    record,
+    remat,
+    remat_layers,
+    replay,
+    save_for_recompute,
+)
+
+L, T, D = 3, 4, 3
+W, MOVED = (jnp.array(np.random.default_rng(n).normal(size=(L, D, D)), jnp.float32) for n in (0, 1))
+X = jnp.array(np.random.default_rng(2).normal(size=(T, D)), jnp.float32)
+
+
+def route(x: Any) -> Any:
+    return jnp.argmax(jax.lax.stop_gradient(x), -1)
+
+
+def chosen(style: str, x: Any) -> Any:
+    if style == "once":
+        return recompute_once(route, x)
+    if style == "returned":
+        return save_for_recompute(route(x))[0]
+    if doing_recompute():
+        return get_recompute_data()[0]
+    return save_for_recompute(route(x))[0]
+
+
+def given(x: Any, w: Any, idx_T: Any) -> Any:
+    return jnp.tanh(x @ w) * jnp.take_along_axis(jax.nn.softmax(x), idx_T[:, None], 1)
+
+
+def layer(x: Any, w: Any, style: str = "seed") -> Any:
+    return given(x, w, chosen(style, x @ w))
+
+
+inner = remat(layer, label="inner")
+
+
+def stack(x: Any, ws: Any) -> Any:
+    return remat_layers(lambda w, x: layer(x, w), ws, x, label="inner")
+
+
+def looping(x: Any, ws: Any) -> Any:
+    return jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, layer(c[1], ws[0])), (0, x))[1]
+
+
+def in_both_branches(x: Any, ws: Any) -> Any:
+    return jax.lax.cond(True, lambda x: layer(x, ws[0]), lambda x: layer(x, ws[1]), x)
+
+
+def scanned(step: Any, x: Any, ws: Any, **options: Any) -> Any:
+    return jax.lax.scan(lambda x, w: (step(x, w), None), x, ws, **options)[0]
+
+
+FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Any]] = {
+    # name: the region, the same given what a tape holds, the tape's layers and shapes
+    "scan": (
+        lambda x, w: scanned(layer, x, w),
+        lambda x, w, idx: _each(x, w, idx),
+        [("outer", (L, T))],
+    ),
+    "scan, returned": (
+        lambda x, w: scanned(lambda x, w: layer(x, w, "returned"), x, w, unroll=2),
+        lambda x, w, idx: _each(x, w, idx),
+        [("outer", (L, T))],
+    ),
+    "scan, once": (
+        lambda x, w: scanned(lambda x, w: layer(x, w, "once"), x, w),
+        lambda x, w, idx: _each(x, w, idx),
+        [("outer", (L, T))],
+    ),
+    "scan in scan": (
+        lambda x, w: jax.lax.scan(lambda x, _: (scanned(layer, x, w, reverse=True), None), x, None, length=2)[0],
+        lambda x, w, idx: _each(_each(x, w[::-1], idx[0][::-1]), w[::-1], idx[1][::-1]),
+        [("outer", (2, L, T))],
+    ),
+    "cond": (
+        lambda x, w: jax.lax.cond(w[0, 0, 0] > -9, lambda x: layer(x, w[0]), lambda x: 2 * x, x),
+        lambda x, w, idx: given(x, w[0], idx),
+        [("outer", (T,))],
+    ),
+    "the other branch": (
+        lambda x, w: jax.lax.cond(w[0, 0, 0] < -9, lambda x: layer(x, w[0]), lambda x: 2 * x, x),
+        lambda x, w, idx: 2 * x + 0 * idx.sum(),
+        [("outer", (T,))],
+    ),
+    "jit": (
+        lambda x, w: jax.jit(layer)(x, w[0]),
+        lambda x, w, idx: given(x, w[0], idx),
+        [("outer", (T,))],
+    ),
+    "layers in a scan": (
+        lambda x, w: scanned(inner, x, w),
+        lambda x, w, idx: _each(x, w, idx),
+        [("outer/inner", (L, T))],
+    ),
+    "layers in a jitted function": (
+        lambda x, w: jax.jit(lambda x: inner(inner(x, w[0]), w[1]))(x),
+        lambda x, w, one, two: given(given(x, w[0], one), w[1], two),
+        [("outer/inner", (T,))] * 2,
+    ),
+    "a stack, and a save beside it": (
+        lambda x, w: stack(x, w) * save_for_recompute(route(x))[0][:, None],
+        lambda x, w, *idx: _each(x, w, idx[-L:]) * idx[0][:, None],
+        [("outer", (T,))] + [("outer/inner", (T,))] * L,
+    ),
+}
+
+
+def _each(x: Any, ws: Any, idx: Any) -> Any:
+    for w, idx_T in zip(ws, idx, strict=True):
+        x = given(x, w, idx_T)
+    return x
+
+
+def recording(region: Any) -> Any:
+    def run(x: Any, w: Any) -> Any:
+        with record() as tape:
+            value = jnp.sin(region(x, w)).sum()
+        return value, tape
+
+    return run
+
+
+def replaying(region: Any) -> Any:
+    def run(x: Any, w: Any, tape: Any) -> Any:
+        with replay(tape):
+            return jnp.sin(region(x, w)).sum()
+
+    return run
+
+
+def close(got: Any, want: Any) -> None:
+    for one, two in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_saves_in_inner_traces(form: str) -> None:
+    function, oracle, layers = FORMS[form]
+    region = remat(function, label="outer")
+    run = jax.value_and_grad(recording(region), has_aux=True)
+    (value, tape), slope = jax.jit(run)(X, W)
+    assert [(entry.layer, entry.shape) for entry in tape.entries()] == layers
+    decisions = [entry.value for entry in tape.entries()]
+
+    def pinned(x: Any, w: Any) -> Any:
+        return jnp.sin(oracle(x, w, *decisions)).sum()
+
+    close((value, slope), jax.value_and_grad(pinned)(X, W))
+    if form in ("scan", "layers in a scan", "a stack, and a save beside it"):
+        (_, eager), _ = run(X, W)
+        assert jax.tree.structure(eager) == jax.tree.structure(tape)
+        close([entry.value for entry in eager.entries()], decisions)
+    want = jax.value_and_grad(pinned, (0, 1))(X, MOVED)
+    close(jax.jit(jax.value_and_grad(replaying(region), (0, 1)))(X, MOVED, tape), want)
+
+
+@pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_tape_of_a_scan_that_does_not_fit(way: Any) -> None:
+    region = remat(FORMS["scan, returned"][0], label="outer")
+    with record() as tape:
+        region(X, W)
+    run = way(replaying(region))
+    with pytest.raises(TapeError, match=f"layer 'outer': {L} iterations, where the layer has {L - 1}"):
+        run(X, W[1:], tape)
+    with pytest.raises(TapeError, match=f"{T} rows, as an input had; now inputs have"):
+        run(X[1:], W, tape)
+    other = jax.tree.map(lambda leaf: leaf[:, :2], tape)
+    with pytest.raises(TapeError, match=r"shape \[2\], where the layer decides \[4\]"):
+        run(X, W, other)
+    outside = remat(lambda x, w: given(x, w[0], get_recompute_data()[0] if doing_recompute() else 0), label="outer")
+    with pytest.raises(TapeError, match="it was saved in a scan, and is read outside of one"):
+        way(replaying(outside))(X, W, tape)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x, w: jax.vmap(lambda x: layer(x[None], w[0]))(x), "inside vmap"),
+        (looping, "inside while"),
+        (in_both_branches, "saves at several points"),
+    ],
+    ids=["vmap", "while", "both branches"],
+)
+def test_what_no_tape_can_hold(function: Any, message: str) -> None:
+    region = remat(function, label="outer")
+    for run in (recording(region), jax.jit(recording(region))):
+        with pytest.raises(TapeError, match=message):
+            run(X, W)
+
+
+def test_the_replayed_scan_does_not_route() -> None:
+    region = remat(FORMS["scan"][0], label="outer")
+    with record() as tape:
+        region(X, W)
+    step = jax.jit(jax.value_and_grad(replaying(region)))
+    assert "argmax" not in str(step.trace(X, W, tape).jaxpr)
+    assert "argmax" in str(jax.jit(jax.grad(lambda x, w: region(x, w).sum())).trace(X, W).jaxpr)
