@@ -322,7 +322,8 @@ class Frame:
         if self._verified:
             return None
         self._verified = True
-        return Audit(self._function, args, kwargs, self.slot, self._generators)
+        run = TorchRun(Phase.AUDIT, self.slot, None, None)
+        return Audit(self._function, args, kwargs, run, self._generators)
 
     def _audited(self, audit: Audit, outputs: Any) -> None:
         before, self._outputs = self._outputs, None

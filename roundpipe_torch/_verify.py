@@ -12,8 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from roundpipe_core import Flip, VerifyError, VerifyWarning
 from roundpipe_core._backend import compare, expand
 from roundpipe_core._errors import message
-from roundpipe_core._phase import Phase, Run, thread
-from roundpipe_core._slots import Slot
+from roundpipe_core._phase import Run, thread
 from roundpipe_core._trees import flatten, paths
 
 from ._backend import differing_rows
@@ -32,7 +31,7 @@ _TOLERANCES = {  # relative, absolute: what the same operations may differ by wh
 class Audit:
     """A run of the region as a plain recompute would be: it decides again, and its decisions are compared.
 
-    The modules' buffers are put back afterwards, so that state moved in forward does not move once more.
+    `run` is in the phase for it. The modules' buffers are put back afterwards, so that state moved in forward does not move once more.
     """
 
     def __init__(
@@ -40,11 +39,10 @@ class Audit:
         function: Callable[..., Any],
         args: list[Any],
         kwargs: dict[str, Any],
-        slot: Slot,
+        run: Run,
         generators: Generators | None,
     ) -> None:
-        self._slot = slot
-        run = Run(Phase.AUDIT, slot)
+        slot = self._slot = run.slot
         buffers = [b for module in modules_of(function, (*args, *kwargs.values())) for b in module.buffers()]
         kept = [buffer.clone() for buffer in buffers]
         if generators:
