@@ -11,13 +11,12 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from _rounds import ratios
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -119,22 +118,8 @@ def ways(layer: Layer) -> dict[str, Layer]:
 def measure(layer: Layer, width: int, rounds: int, calls: int) -> dict[str, dict[str, float]]:
     w = (torch.randn(width, width) / width).requires_grad_()
     x = torch.randn(2, 12, width, requires_grad=True)
-    known = ways(layer)
-    seconds: dict[str, list[float]] = {name: [] for name in known}
-    for turn in range(rounds + 1):
-        for name, way in known.items():
-            start = time.process_time()
-            for _ in range(calls):
-                way(x, w).sum().backward()
-            if turn:  # the first round warms up
-                seconds[name].append(time.process_time() - start)
-    return {
-        name: {
-            "ratio": statistics.median(s / b for s, b in zip(spent, seconds[BASE], strict=True)),
-            "microseconds": statistics.median(spent) / calls * 1e6,
-        }
-        for name, spent in seconds.items()
-    }
+    steps = {name: lambda way=way: way(x, w).sum().backward() for name, way in ways(layer).items()}
+    return ratios(steps, BASE, rounds, calls)
 
 
 def main() -> None:

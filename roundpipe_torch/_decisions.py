@@ -72,6 +72,7 @@ def _fits(op: OpOverload[Any, Any], kind: Kind) -> bool:
         return len(op._schema.returns) == 2
     if kind is Kind.CHANCE:
         return "p" not in names or op._schema.arguments[1].type == op._schema.arguments[0].type
+    # Dropout calls bernoulli_ by a number; `_auto` sees only what Python calls of it.
     return kind is not Kind.DRAW or ("generator" in names and name_of(op) != "aten::bernoulli_.float")
 
 

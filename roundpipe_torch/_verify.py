@@ -31,7 +31,8 @@ _TOLERANCES = {  # relative, absolute: what the same operations may differ by wh
 class Audit:
     """A run of the region as a plain recompute would be: it decides again, and its decisions are compared.
 
-    `run` is in the phase for it. The modules' buffers are put back afterwards, so that state moved in forward does not move once more.
+    `run` is in the phase for it. The modules' buffers are put back afterwards, so that state moved in forward does not
+    move once more.
     """
 
     def __init__(

@@ -15,6 +15,7 @@ from roundpipe_core._slots import label_of
 from roundpipe_torch._checkpoint import checkpoint as our_checkpoint
 from roundpipe_torch._errors import wrong_option
 from roundpipe_torch._modules import call, checked
+from roundpipe_torch._uncompiled import run_uncompiled
 
 __all__ = ["disable", "enable"]
 
@@ -195,3 +196,6 @@ def _install() -> None:
             _take_over(self, options)
 
     PreTrainedModel._set_gradient_checkpointing = set_gradient_checkpointing  # type: ignore[method-assign]
+
+
+run_uncompiled(__name__.partition(".")[0])

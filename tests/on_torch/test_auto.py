@@ -16,7 +16,6 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torchs
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -36,6 +35,7 @@ from roundpipe_torch import (
     remat,
     save_for_recompute,
 )
+from tests.on_torch.hugging import Operations
 from tests.on_torch.oracle import leaf, plain, same
 
 ROWS, WIDTH = 6, 8
@@ -76,16 +76,6 @@ def auto_reentrant(function, *args, **kwargs):
 
 def stock(function, *args, **kwargs):
     return torchs(function, *args, use_reentrant=False, **kwargs)
-
-
-class Operations(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.counts = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 FOREIGN = torch.Generator()
