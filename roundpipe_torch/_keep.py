@@ -159,7 +159,7 @@ class Kept:
 
     __slots__ = (
         "grads", "graph", "layer", "linked", "makers", "met", "name", "needs", "nodes", "outputs", "place",
-        "residuals", "site", "spec", "state", "waiting", "written",
+        "residuals", "site", "spec", "state", "waiting", "weights", "written",
     )  # fmt: skip
 
     def __init__(self, layer: str, name: str, place: Place, site: _Site) -> None:
@@ -168,6 +168,7 @@ class Kept:
         self.outputs: list[_Output] = []
         self.needs: list[int] = []  # arguments that backward needs, once for each time
         self.linked: list[int] = []  # arguments that a gradient can get to
+        self.weights: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # among them, with their versions
         self.written: dict[int, weakref.ref[torch.Tensor]] = {}  # arguments that the function changed in place
         self.residuals: list[weakref.ref[_Held]] = []
         self.met: dict[Any, int] = {}
@@ -191,10 +192,13 @@ class Kept:
         return places
 
     def refuse_written(self, arguments: list[torch.Tensor]) -> None:
-        """The recompute's arguments must have what the function wrote into the forward's: be the same (R6)."""
+        """What the function wrote into an argument must be there, and nothing else into a weight (R6)."""
         for n, written in self.written.items():
             if written() is not _whole(arguments[n]):
                 raise argument_written(self.layer, self.name, self.place, arguments[n])
+        for n, (weight, version) in self.weights.items():
+            if weight() is arguments[n] and arguments[n]._version != version:
+                raise tensor_changed(self.layer, arguments[n])
 
     def stand_ins(self, arguments: list[torch.Tensor], saved: list[Any]) -> list[Any]:
         """The leaves of the outputs, for a recompute with these arguments."""
@@ -284,8 +288,9 @@ class _Call:
         if not isolated or not torch.is_grad_enabled():
             return self.tensors
         arguments = self.tensors[: self.count]
-        cut = [_cut(grads, n, tensor) for n, tensor in enumerate(arguments)]
-        return cut + self.tensors[self.count :]
+        first = {id(tensor): n for n, tensor in reversed(list(enumerate(arguments)))}
+        cut = {n: _cut(grads, n, arguments[n]) for n in first.values()}
+        return [cut[first[id(tensor)]] for tensor in arguments] + self.tensors[self.count :]
 
     def __call__(self, tensors: list[torch.Tensor]) -> Any:
         if tensors is not self.tensors:
@@ -375,6 +380,8 @@ def _first(run: Any, kept: Kept, call: _Call, isolated: bool, waiting: list[_Arg
     finally:
         kept.site.close()
     kept.needs = [argument.part.whole for argument in waiting]
+    weights = ((n, call.tensors[n]) for n in set(kept.needs))
+    kept.weights = {n: (weakref.ref(t), t._version) for n, t in weights if t.is_leaf and t.requires_grad}
     kept.state = run.state()
     kept.met = {name: times - met.get(name, 0) for name, times in run.met().items() if times != met.get(name)}
     kept.written = {

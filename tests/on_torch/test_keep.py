@@ -823,3 +823,36 @@ def test_update_once(way) -> None:
         return y, x.grad, counts, calls
 
     agree(scenario, way)
+
+
+@pytest.mark.parametrize("way", ENGINES)
+def test_arguments_that_are_one_object_stay_one(way) -> None:
+    def scenario(way):
+        torch.manual_seed(0)
+        attention, x = nn.MultiheadAttention(8, 2, batch_first=True), leaf(2, 3, 8)
+
+        def layer(x):
+            h = x.sin()
+            mixed, weights = keep(attention, h, h, h, need_weights=True)
+            return mixed.exp(), weights.sum()
+
+        mixed, weight = way(layer, x)
+        (mixed.sum() + weight).backward()
+        return mixed, weight, x.grad, [p.grad for p in attention.parameters()]
+
+    agree(scenario, way)
+
+
+@pytest.mark.parametrize("way", ENGINES)
+@pytest.mark.parametrize("argument", [True, False])
+def test_a_weight_stepped_before_backward_is_an_error(way, argument) -> None:
+    w = leaf(4, 4)
+
+    def layer(x):
+        return (keep(torch.mm, x.sin(), w) if argument else keep(lambda h: h @ w.t(), x.sin())).exp()
+
+    y = way(layer, leaf(3, 4))
+    with torch.no_grad():
+        w.add_(1)
+    with pytest.raises(MutationError, match="modified by an inplace operation"):
+        y.sum().backward()
