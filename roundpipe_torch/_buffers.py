@@ -122,7 +122,11 @@ def _found(function: Any, arguments: Iterable[Any]) -> Iterator[tuple[torch.nn.M
         if module is None or id(module) in seen:
             continue
         seen.add(id(module))
+        if isinstance(module, torch.jit.ScriptModule):  # its buffers cannot be swapped
+            continue
         waiting += module._modules.values()
         for name, buffer in module._buffers.items():
-            if buffer is not None and (isinstance(module, _NormBase) or not torch.nn.parameter.is_lazy(buffer)):
+            if buffer is None or buffer.requires_grad:  # one that carries gradient is part of the graph, not state
+                continue
+            if isinstance(module, _NormBase) or not torch.nn.parameter.is_lazy(buffer):
                 yield module, name, buffer

@@ -452,3 +452,35 @@ def test_compiled_modules_inside() -> None:
         return y, x.grad, list(layer.buffers())
 
     same(scenario(checkpoint), scenario(plain))
+
+
+def test_a_buffer_that_carries_gradient_is_part_of_the_graph() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", None)
+
+        def forward(self, x):
+            return (x * self.scale).exp() * self.scale
+
+    def scenario(way):
+        layer, x, w = Tied(), leaf(T, D), leaf(D, seed=3)
+        layer.scale = w.sin()
+        y = way(layer, x)
+        y.sum().backward()
+        return y, x.grad, w.grad
+
+    same(scenario(checkpoint), scenario(plain))
+    same(scenario(reentrant), scenario(plain))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_scripted_modules_run() -> None:
+    def scenario(way):
+        torch.manual_seed(0)
+        layer, x = torch.jit.script(nn.Sequential(nn.Linear(D, D), nn.Tanh())), leaf(T, D)
+        y = way(layer, x)
+        y.sum().backward()
+        return y, x.grad
+
+    same(scenario(reentrant), scenario(plain))  # whose optimizer changes the graph between runs
