@@ -5,6 +5,7 @@ same objects (R14).
 """
 
 from ._errors import (
+    ExchangeError,
     Flip,
     GradientError,
     MismatchError,
@@ -18,6 +19,7 @@ from ._errors import (
     VerifyError,
     VerifyWarning,
 )
+from ._exchange import ExchangeReport
 from ._phase import (
     doing_recompute,
     get_recompute_data,
@@ -33,6 +35,8 @@ from ._tape import Tape, TapeEntry
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "ExchangeError",
+    "ExchangeReport",
     "Flip",
     "GradientError",
     "MismatchError",

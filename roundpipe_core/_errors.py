@@ -9,6 +9,7 @@
     ├── TapeError       (also ValueError)      a tape does not fit the model, or is none        R13
     ├── ParityError     (also AssertionError)  a port differs from its original
     ├── OptionError     (also TypeError and ValueError)  an option that does not exist or cannot be
+    ├── ExchangeError   (also ValueError and BufferError)  an array cannot be taken in as asked
     └── VerifyError     (also RuntimeError)    `verify="raise"` found a changed decision
 
     UserWarning
@@ -23,6 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 __all__ = [
+    "ExchangeError",
     "Flip",
     "GradientError",
     "MismatchError",
@@ -73,6 +75,10 @@ class ParityError(RoundPipeError, AssertionError):
 
 class OptionError(RoundPipeError, TypeError, ValueError):
     """An option does not exist, or its value is not one it takes."""
+
+
+class ExchangeError(RoundPipeError, ValueError, BufferError):
+    """An array of another framework has no values to take, or cannot be taken as asked."""
 
 
 @dataclass(frozen=True)

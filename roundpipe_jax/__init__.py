@@ -4,6 +4,8 @@ The functions that layers call are those of `roundpipe_core` (R14).
 """
 
 from roundpipe_core import (
+    ExchangeError,
+    ExchangeReport,
     Flip,
     GradientError,
     MismatchError,
@@ -32,6 +34,7 @@ from roundpipe_core import (
 from roundpipe_core._backend import outside_saves, register_backend
 
 from ._backend import JaxArrays
+from ._exchange import exchange, from_dlpack
 from ._explain import Explanation, LayerCost, explain
 from ._layers import remat_layers
 from ._policies import save_dots, save_either, save_policy
@@ -39,6 +42,8 @@ from ._remat import checkpoint, remat
 from ._runs import saved_outside
 
 __all__ = [
+    "ExchangeError",
+    "ExchangeReport",
     "Explanation",
     "Flip",
     "GradientError",
@@ -58,7 +63,9 @@ __all__ = [
     "__version__",
     "checkpoint",
     "doing_recompute",
+    "exchange",
     "explain",
+    "from_dlpack",
     "get_recompute_data",
     "keep",
     "layer_scope",

@@ -14,6 +14,7 @@ from jax.extend.core import Var
 __all__ = [
     "cannot_name",
     "concrete_value",
+    "default_platform",
     "fresh_var",
     "is_float",
     "is_numpy",
@@ -64,6 +65,14 @@ def is_tracer(value: Any) -> bool:
 def concrete_value(tracer: Any) -> Any:
     """The array that a tracer stands for, or None if it stands for no particular one."""
     return tracer.to_concrete_value()
+
+
+def default_platform() -> str:
+    """Where new arrays go: ``cpu``, ``gpu``."""
+    chosen: Any = _untyped.config.jax_default_device
+    if chosen is None:
+        return jax.default_backend()
+    return chosen if isinstance(chosen, str) else str(chosen.platform)
 
 
 def is_numpy(value: Any) -> bool:

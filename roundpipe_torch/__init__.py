@@ -1,6 +1,8 @@
 """Activation checkpointing for PyTorch that remembers its decisions."""
 
 from roundpipe_core import (
+    ExchangeError,
+    ExchangeReport,
     Flip,
     GradientError,
     MismatchError,
@@ -30,11 +32,14 @@ from roundpipe_core import (
 from . import _backend as _backend  # makes tensors known to the core
 from ._checkpoint import checkpoint, checkpoint_sequential, recompute_contexts
 from ._errors import CheckpointMismatchError
+from ._exchange import exchange, from_dlpack
 from ._modules import remat
 from ._offload import Offload
 
 __all__ = [
     "CheckpointMismatchError",
+    "ExchangeError",
+    "ExchangeReport",
     "Flip",
     "GradientError",
     "MismatchError",
@@ -54,6 +59,8 @@ __all__ = [
     "checkpoint",
     "checkpoint_sequential",
     "doing_recompute",
+    "exchange",
+    "from_dlpack",
     "get_recompute_data",
     "keep",
     "layer_scope",

@@ -42,6 +42,8 @@ def both(function, label: str = "layer"):
 
 def test_public_names() -> None:
     assert sorted(roundpipe_core.__all__) == [
+        "ExchangeError",
+        "ExchangeReport",
         "Flip",
         "GradientError",
         "MismatchError",
