@@ -26,8 +26,8 @@ __all__ = ["Buffers"]
 _SMALL = 1 << 16
 """Bytes up to which a buffer is copied before each forward and for each recompute: not every write can be seen."""
 
-_changing: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, bool]] = weakref.WeakKeyDictionary()
-"""Of larger buffers: whether a forward in training has ever changed them."""
+_changing: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[str, bool], bool]] = weakref.WeakKeyDictionary()
+"""Of larger buffers: whether a forward has ever changed them, in training (True) and in evaluation (False)."""
 
 
 class _Buffer:
@@ -42,7 +42,7 @@ class _Buffer:
         if isinstance(module, _NormBase):
             return  # what it gives does not depend on them in training, and does not change them in evaluation
         self.version = version_of(tensor)
-        if tensor.nbytes <= _SMALL or _changing.get(module, {}).get(name, True):
+        if tensor.nbytes <= _SMALL or _changing.get(module, {}).get((name, module.training), True):
             self.before = tensor.detach().clone()
 
     def settle(self) -> bool:
@@ -55,9 +55,8 @@ class _Buffer:
         if self.tensor.nbytes <= _SMALL:
             return True
         changed = version_of(self.tensor) != self.version
-        if changed or self.module.training:
-            known = _changing.setdefault(self.module, {})
-            known[self.name] = changed or known.get(self.name, False)
+        known, what = _changing.setdefault(self.module, {}), (self.name, self.module.training)
+        known[what] = changed or known.get(what, False)
         return changed
 
     def copy(self, layer: str, as_before: bool) -> torch.Tensor:

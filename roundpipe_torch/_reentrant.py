@@ -60,7 +60,7 @@ def reentrant(
 
 
 _TENSOR = object()
-_retains: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+_retains: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 _NO_CONTEXT = contextlib.nullcontext()
 
 

@@ -5,6 +5,7 @@ import roundpipe_torch
 
 OWN = {
     "CheckpointMismatchError",
+    "Offload",
     "checkpoint",
     "checkpoint_sequential",
     "exchange",
