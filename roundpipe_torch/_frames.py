@@ -25,7 +25,7 @@ from roundpipe_core._slots import Entry, Place, Slot
 from roundpipe_core._trees import flatten
 
 from ._backend import adopted
-from ._buffers import Buffers
+from ._buffers import Buffers, Moved
 from ._errors import (
     context_swallowed,
     drawn_in_a_crowd,
@@ -40,7 +40,7 @@ from ._errors import (
 from ._inputs import Inputs
 from ._keep import keep
 from ._matching import Leaf, Pairs, Trace, match, match_aligned, node_count, node_names, region_codes
-from ._offload import MOVED, Moved, Offload, Parcel
+from ._offload import MOVED, Offload, Parcel, Shipped
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replayed
 from ._verify import Audit
 
@@ -70,12 +70,19 @@ class Options(NamedTuple):
         return _NO_CONTEXT if self.contexts is None else self.contexts[recompute]
 
 
+class _State(NamedTuple):
+    """What later code depends on, besides its arguments, right after a save."""
+
+    numbers: list[torch.Tensor] | None  # states of the generators
+    buffers: list[Moved]
+
+
 class TorchRun(Run):
     """A run whose saved tensors are traced and whose random numbers line up."""
 
     __slots__ = (
-        "__weakref__", "_aligned", "_drew", "_outer", "buffers", "generators", "keeping", "own_graph", "parcel", "plan",
-        "trace",
+        "__weakref__", "_aligned", "_drew", "_outer", "buffers", "generators", "keeping", "knowing", "own_graph",
+        "parcel", "plan", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -87,6 +94,7 @@ class TorchRun(Run):
             self.repeats = outer.repeats
         self.own_graph: bool = isinstance(outer, TorchRun) and outer.own_graph  # the gradient is the recompute's own
         self.buffers: Buffers | None = None  # that this run may change
+        self.knowing: bool = isinstance(outer, TorchRun) and outer.knowing  # a recompute of a layer that asks for it
         self.plan: Offload | None = outer.plan if isinstance(outer, TorchRun) else None
         self.parcel: Parcel | None = None  # what it has in host memory, once there is something
         self.keeping = False  # inside a function that the recompute leaves out
@@ -126,50 +134,49 @@ class TorchRun(Run):
             self.parcel = Parcel(self.plan or _DEFAULT_PLAN)
         return self.parcel
 
-    def ship(self, tensor: torch.Tensor) -> Moved | None:
+    def ship(self, tensor: torch.Tensor) -> Shipped | None:
         """`tensor`, which `keep` holds, on its way to the host; None if it stays."""
         if self.plan is None or not self.plan.kept or self.slot.rows is not None:
             return None
         return self.load().take(tensor)
 
-    def _decide(self, function: Callable[[], Any]) -> Any:
-        with self.aside():
-            return super()._decide(function)
-
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Around a part of the forward that recomputes leave out."""
-        with contextlib.ExitStack() as stack:
-            run: Run | None = self
-            while isinstance(run, TorchRun):
-                if run.buffers is not None:
-                    stack.enter_context(run.buffers.aside())
-                run = run._outer
-            yield
-
     def outermost(self) -> TorchRun:
         """The run of a region that this one is inside of, itself if there is none."""
-        run = self
-        while isinstance(run._outer, TorchRun):
-            run = run._outer
-        return run
+        return [*self._around()][-1]
 
     def traces(self) -> Iterator[Trace]:
         """The traces of this run and of those that it is a part of."""
+        return (run.trace for run in self._around() if run.trace is not None)
+
+    def _around(self) -> Iterator[TorchRun]:
+        """This run, and those that it is a part of."""
         run: Run | None = self
         while isinstance(run, TorchRun):
-            if run.trace is not None:
-                yield run.trace
+            yield run
             run = run._outer
 
-    def state(self) -> list[torch.Tensor] | None:  # R7
-        return self.generators.since_start() if self.generators else None
+    def state(self) -> _State | None:  # R7
+        numbers = self.generators.since_start() if self.generators else None
+        buffers = {
+            (id(moved[0]), moved[1]): moved for run in self._around() if run.buffers for moved in run.buffers.moved()
+        }
+        return None if numbers is None and not buffers else _State(numbers, [*buffers.values()])
 
-    def restore_state(self, state: list[torch.Tensor] | None) -> None:  # R7
-        if self.generators and state is not None:
+    def restore_state(self, state: _State | None) -> None:  # R7
+        if state is None:
+            return
+        self.draw_from(state.numbers)
+        if state.buffers and not self.knowing:
+            for run in self._around():
+                if run.buffers:
+                    run.buffers.set(state.buffers)
+
+    def draw_from(self, numbers: list[torch.Tensor] | None) -> None:
+        """Let the generators go on from these states."""
+        if self.generators and numbers is not None:
             self._drew = self.drew()
-            self._aligned = state
-            self.generators.set(state)
+            self._aligned = numbers
+            self.generators.set(numbers)
 
     def drew(self) -> bool:
         """Whether this run drew random numbers, other than for a decision."""
@@ -420,8 +427,9 @@ class _Recompute:
         try:
             with torch.enable_grad(), frame._ambient.restored():
                 audit = frame._audit(args, kwargs)
-                run.restore_state(generators.start if generators else None)
-                copies = frame._buffers.copies(frame.slot.label, told=frame.trace.told_at >= 0)
+                run.draw_from(generators.start if generators else None)
+                run.buffers, run.knowing = frame._buffers, frame.trace.told_at >= 0
+                copies = run.buffers.copies(frame.slot.label, run.knowing)
                 hooks = saved_tensors_hooks(self._pack, _unpack_recomputed)
                 with options.context(1), copies, hooks, watch or _NO_CONTEXT:
                     thread.run = run

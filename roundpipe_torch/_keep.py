@@ -37,7 +37,7 @@ from ._errors import (
 )
 from ._inputs import save_tensor
 from ._matching import node_count
-from ._offload import Here, Moved
+from ._offload import Here, Shipped
 from ._views import Origins, View, storage_of, version_of
 
 __all__ = ["keep", "release"]
@@ -55,10 +55,10 @@ class _Site:
         self.forward = weakref.ref(run.outermost())  # alive while it runs
         self.running = True
         self.reruns = False
-        self.ship: Callable[[torch.Tensor], Moved | None] | None = None
-        self._moved: dict[Any, tuple[torch.Tensor, Moved]] = {}
+        self.ship: Callable[[torch.Tensor], Shipped | None] | None = None
+        self._moved: dict[Any, tuple[torch.Tensor, Shipped]] = {}
 
-    def hold(self, tensor: torch.Tensor) -> Here | Moved:
+    def hold(self, tensor: torch.Tensor) -> Here | Shipped:
         """`tensor`, without its graph, here or in host memory; there only once."""
         key = storage_of(tensor)
         if self.ship is None or key is None:
@@ -146,7 +146,7 @@ class _Output:
         if self.part is not None:
             whole = arguments[self.part.whole]
             return whole if self.part.geometry is None else self.part.of(whole)
-        if not isinstance(self.value, (Here, Moved)):
+        if not isinstance(self.value, (Here, Shipped)):
             return self.value if self.backend is None else self.backend.restore(self.value)
         value = self.value.fetch()
         if self.value.changed:
@@ -184,7 +184,7 @@ class Kept:
         """Bytes held for the recompute and for the function's backward, each memory once, by where they are (R12)."""
         residuals = (ref() for ref in self.residuals)
         values = [held.value for held in residuals if held is not None and not held.is_weight]
-        values += [out.value for out in self.outputs if isinstance(out.value, (Here, Moved))]
+        values += [out.value for out in self.outputs if isinstance(out.value, (Here, Shipped))]
         held = {value.memory: value for value in values}
         places: Counter[str] = Counter()
         for value in held.values():
@@ -408,7 +408,7 @@ def _ran(
     packer = _Packer(site, given)
     run.keeping = True
     try:
-        with run.aside(), saved_tensors_hooks(packer.pack, _unpack):
+        with saved_tensors_hooks(packer.pack, _unpack):
             outputs = call(given)
     finally:
         run.keeping = site.running = False

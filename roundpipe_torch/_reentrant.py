@@ -127,9 +127,10 @@ class _Region:
             saved_tensors_hooks(partial(_note, self.slot, trace), _unnote) if self.trace.told_at >= 0 else _NO_CONTEXT
         )
         try:
-            copies = self.buffers.copies(self.slot.label, told=self.trace.told_at >= 0)
+            run.buffers, run.knowing = self.buffers, self.trace.told_at >= 0
+            copies = self.buffers.copies(self.slot.label, run.knowing)
             with torch.enable_grad(), self.ambient.restored(), copies, hooks, watch or _NO_CONTEXT:
-                run.restore_state(generators.start if generators else None)
+                run.draw_from(generators.start if generators else None)
                 leaves = self._run(run, tensors)
             relaid = other_layout(self.trace, trace)
             if relaid is not None and run.drew():
