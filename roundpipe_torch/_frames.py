@@ -38,7 +38,7 @@ from ._errors import (
     tensor_changed,
 )
 from ._inputs import Inputs
-from ._keep import keep
+from ._keep import forget_with, keep
 from ._matching import Leaf, Pairs, Trace, match, match_aligned, node_count, node_names, region_codes
 from ._offload import MOVED, Offload, Parcel, Shipped
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replayed
@@ -284,6 +284,8 @@ class Frame:
         if outputs is _NOTHING:
             raise context_swallowed(self.slot.label)
         self._parcel = run.parcel
+        if self.slot.rows is not None and not isinstance(outer, TorchRun):
+            forget_with(self, self.slot)
         self._needed = self.trace.alive()
         if self._options.early_stop and self._verified and self._needed:
             self.stop_at = self._needed[-1]

@@ -14,7 +14,7 @@ import contextlib
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,7 @@ from ._matching import node_count
 from ._offload import Here, Shipped
 from ._views import Origins, View, storage_of, version_of
 
-__all__ = ["keep", "release"]
+__all__ = ["forget_with", "keep", "release"]
 
 _Node = Any
 
@@ -495,9 +495,22 @@ def _reached(outputs: Iterable[torch.Tensor], arguments: list[torch.Tensor], beg
 
 def release(slot: Slot) -> None:
     """Let go of the graphs that isolated functions left: no backward comes any more."""
-    for kept in slot.kept.values():
-        if isinstance(kept, Kept):
-            kept.graph = None
+    for kept in _held(slot):
+        kept.graph = None
+
+
+def forget_with(owner: object, slot: Slot) -> None:
+    """Let go of what is kept when `owner` dies. For a slot that a tape holds longer (R9)."""
+    weakref.finalize(owner, _forget, slot).atexit = False
+
+
+def _forget(slot: Slot) -> None:
+    for kept in _held(slot):
+        kept.graph, kept.outputs = None, []
+
+
+def _held(slot: Slot) -> Iterator[Kept]:
+    yield from (kept for kept in slot.kept.values() if isinstance(kept, Kept))
     for children in slot.children.values():
         for child in children:
-            release(child)
+            yield from _held(child)

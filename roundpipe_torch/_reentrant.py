@@ -25,7 +25,7 @@ from roundpipe_core._trees import Spec, flatten, unflatten
 from ._buffers import Buffers
 from ._errors import drawn_in_a_crowd, drawn_in_another_layout, started_inside, tensor_changed, wrong_option
 from ._frames import Options, TorchRun, is_told
-from ._keep import release
+from ._keep import forget_with, release
 from ._matching import Trace, other_layout, region_codes
 from ._offload import Parcel
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replayed
@@ -106,6 +106,8 @@ class _Region:
             self.crowded = visit.end()
         self.buffers.settle()
         self.parcel = run.parcel
+        if self.slot.rows is not None and not isinstance(thread.run, TorchRun):
+            forget_with(self, self.slot)
         if self.generators and self.generators.missed():
             raise started_inside(self.slot.label)
         return leaves

@@ -806,6 +806,32 @@ def test_tapes(way) -> None:
     same(got, want)
 
 
+@pytest.mark.parametrize("way", ENGINES)
+def test_a_tape_does_not_hold_what_is_kept(way) -> None:  # R9
+    held = []
+
+    def kernel(h):
+        y = h.exp()
+        held.append(weakref.ref(y.untyped_storage()))
+        return y
+
+    def step():
+        y = way(lambda x: checkpoint(lambda h: keep(kernel, h.sin()).cos(), keep(kernel, x)), leaf(4))
+        y.sum().backward()
+        del y
+        assert [ref() for ref in held] == [None, None]
+        held.clear()
+
+    gc.disable()
+    try:
+        with record() as tape:
+            step()
+        with replay(tape):
+            step()
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("verify", ["warn", "raise"])
 def test_verify_finds_nothing(verify) -> None:
     def scenario(way):
