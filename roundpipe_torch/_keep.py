@@ -38,86 +38,12 @@ from ._errors import (
 from ._inputs import save_tensor
 from ._matching import node_count
 from ._offload import Here, Shipped
-from ._views import Origins, View, storage_of, version_of
+from ._residuals import Argument, Held, Packer, Site, unpack, whole_of
+from ._views import Origins, View, version_of
 
 __all__ = ["forget_with", "keep", "release"]
 
 _Node = Any
-
-
-class _Site:
-    """A call of `keep`, as the tensors that it holds know it: not with its outputs, whose graph holds the tensors."""
-
-    __slots__ = ("_moved", "forward", "label", "reruns", "running", "ship")
-
-    def __init__(self, run: Any) -> None:
-        self.label = run.slot.label
-        self.forward = weakref.ref(run.outermost())  # alive while it runs
-        self.running = True
-        self.reruns = False
-        self.ship: Callable[[torch.Tensor], Shipped | None] | None = None
-        self._moved: dict[Any, tuple[torch.Tensor, Shipped]] = {}
-
-    def hold(self, tensor: torch.Tensor) -> Here | Shipped:
-        """`tensor`, without its graph, here or in host memory; there only once."""
-        key = storage_of(tensor)
-        if self.ship is None or key is None:
-            return Here(tensor)
-        view = (key, tensor.storage_offset(), tensor.shape, tensor.stride())
-        if view not in self._moved:
-            moved = self.ship(tensor)
-            if moved is None:
-                return Here(tensor)
-            self._moved[view] = tensor.detach(), moved  # while its memory is held, no other tensor gets it
-        return self._moved[view][1]
-
-    def close(self) -> None:
-        """Nothing more to hold."""
-        self.ship = None
-        self._moved.clear()
-
-    def asked(self) -> None:
-        """Backward wants something. A layer that differentiates inside itself will do so in the recompute, too."""
-        if not self.running and self.forward() is not None:
-            self.reruns = True
-
-
-class _Held:
-    """A tensor that the function made for its backward."""
-
-    __slots__ = ("__weakref__", "is_weight", "site", "value")
-
-    def __init__(self, site: _Site, tensor: torch.Tensor) -> None:
-        self.site = site
-        base = _whole(tensor)
-        self.is_weight = base.is_leaf and base.requires_grad
-        self.value = Here(tensor) if self.is_weight else site.hold(tensor)
-
-    def unpack(self) -> torch.Tensor:
-        self.site.asked()
-        value = self.value.fetch()
-        if self.value.changed:
-            raise tensor_changed(self.site.label, value)
-        return value
-
-
-class _Argument:
-    """A part of an argument that backward needs. `live` while the function runs, later `saved`."""
-
-    __slots__ = ("__weakref__", "live", "part", "saved", "site")
-
-    def __init__(self, site: _Site, part: View, live: torch.Tensor) -> None:
-        self.site, self.part = site, part
-        self.live: torch.Tensor | None = live
-        self.saved: Any = None
-
-    def unpack(self) -> torch.Tensor:
-        self.site.asked()
-        return self.part.of(self.saved.unpack() if self.live is None else self.live)
-
-
-def _unpack(held: _Held | _Argument) -> torch.Tensor:
-    return held.unpack()
 
 
 class _Output:
@@ -125,7 +51,7 @@ class _Output:
 
     __slots__ = ("backend", "part", "tracked", "value")
 
-    def __init__(self, leaf: Any, origins: Origins, site: _Site) -> None:
+    def __init__(self, leaf: Any, origins: Origins, site: Site) -> None:
         self.backend: Backend | None = None
         self.part: View | None = None
         self.tracked = False
@@ -162,7 +88,7 @@ class Kept:
         "residuals", "site", "spec", "state", "waiting", "weights", "written",
     )  # fmt: skip
 
-    def __init__(self, layer: str, name: str, place: Place, site: _Site) -> None:
+    def __init__(self, layer: str, name: str, place: Place, site: Site) -> None:
         self.layer, self.name, self.place, self.site = layer, name, place, site
         self.spec: Spec
         self.outputs: list[_Output] = []
@@ -170,14 +96,14 @@ class Kept:
         self.linked: list[int] = []  # arguments that a gradient can get to
         self.weights: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # among them, with their versions
         self.written: dict[int, weakref.ref[torch.Tensor]] = {}  # arguments that the function changed in place
-        self.residuals: list[weakref.ref[_Held]] = []
+        self.residuals: list[weakref.ref[Held]] = []
         self.met: dict[Any, int] = {}
         self.nodes = 0
         self.makers: list[tuple[str, int]] = []  # of the tracked outputs, as a trace knows them
         self.state: Any = None
         # If isolated:
         self.graph: list[Any] | None = None  # edges of the tracked outputs into the function's graph
-        self.waiting: list[weakref.ref[_Argument]] = []  # where that graph gets the arguments that it needs
+        self.waiting: list[weakref.ref[Argument]] = []  # where that graph gets the arguments that it needs
         self.grads: dict[int, torch.Tensor] = {}  # what a backward through it gave for the arguments
 
     def places(self) -> Counter[str]:
@@ -194,7 +120,7 @@ class Kept:
     def refuse_written(self, arguments: list[torch.Tensor]) -> None:
         """What the function wrote into an argument must be there, and nothing else into a weight (R6)."""
         for n, written in self.written.items():
-            if written() is not _whole(arguments[n]):
+            if written() is not whole_of(arguments[n]):
                 raise argument_written(self.layer, self.name, self.place, arguments[n])
         for n, (weight, version) in self.weights.items():
             if weight() is arguments[n] and arguments[n]._version != version:
@@ -235,10 +161,6 @@ class Kept:
             for argument, _ in asking:
                 if argument is not None:
                     argument.live = None
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor._base is None else tensor._base
 
 
 class _Stand(torch.autograd.Function):
@@ -331,17 +253,17 @@ def keep(run: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     key = run.numbered(f"keep({label_of(function)})")
     kept: Kept | None = run.slot.kept.get(key)
     nodes, call = node_count(), _Call(function, args, kwargs)
-    waiting: list[_Argument] = []
+    waiting: list[Argument] = []
     outputs: Any = _LEFT_OUT
     isolated = False
     if not run.repeats:
-        kept = run.slot.kept[key] = Kept(run.slot.label, key[1], place, _Site(run))
+        kept = run.slot.kept[key] = Kept(run.slot.label, key[1], place, Site(run))
         isolated = run.own_graph and torch.is_grad_enabled()
         outputs = _first(run, kept, call, isolated, waiting)
     elif kept is None:
         raise not_kept(run.slot.label, key[1], place)
     elif kept.site.reruns:
-        outputs, _ = _ran(run, _Site(run), call, call.tensors, waiting)
+        outputs, _ = _ran(run, Site(run), call, call.tensors, waiting)
     run.consulted()
     needs = kept.needs if outputs is _LEFT_OUT else [argument.part.whole for argument in waiting]
     saved = [save_tensor(call.tensors[n]) for n in needs]  # the same line in all phases
@@ -363,7 +285,7 @@ def keep(run: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 _LEFT_OUT = object()
 
 
-def _first(run: Any, kept: Kept, call: _Call, isolated: bool, waiting: list[_Argument]) -> Any:
+def _first(run: Any, kept: Kept, call: _Call, isolated: bool, waiting: list[Argument]) -> Any:
     """Run the function, and note what the recomputes need to know."""
     given = call.given(isolated, kept.grads)
     met, begun = run.met(), node_count()
@@ -385,7 +307,7 @@ def _first(run: Any, kept: Kept, call: _Call, isolated: bool, waiting: list[_Arg
     kept.state = run.state()
     kept.met = {name: times - met.get(name, 0) for name, times in run.met().items() if times != met.get(name)}
     kept.written = {
-        n: weakref.ref(_whole(tensor))
+        n: weakref.ref(whole_of(tensor))
         for n, (tensor, version) in enumerate(zip(call.tensors, versions, strict=True))
         if version_of(tensor) != version
     }
@@ -402,13 +324,13 @@ def _first(run: Any, kept: Kept, call: _Call, isolated: bool, waiting: list[_Arg
 
 
 def _ran(
-    run: Any, site: _Site, call: _Call, given: list[torch.Tensor], waiting: list[_Argument]
-) -> tuple[Any, list[weakref.ref[_Held]]]:
+    run: Any, site: Site, call: _Call, given: list[torch.Tensor], waiting: list[Argument]
+) -> tuple[Any, list[weakref.ref[Held]]]:
     """The outputs, and what the function's backward holds. `waiting` gets the arguments that backward needs."""
-    packer = _Packer(site, given)
+    packer = Packer(site, given)
     run.keeping = True
     try:
-        with saved_tensors_hooks(packer.pack, _unpack):
+        with saved_tensors_hooks(packer.pack, unpack):
             outputs = call(given)
     finally:
         run.keeping = site.running = False
@@ -417,30 +339,7 @@ def _ran(
     return outputs, packer.held
 
 
-class _Packer:
-    """Tells what the function made from what it was given. Autograd holds on to it, so it has to be emptied."""
-
-    __slots__ = ("asked", "given", "held", "origins", "site")
-
-    def __init__(self, site: _Site, given: list[torch.Tensor]) -> None:
-        self.site = site
-        self.given: list[torch.Tensor] | None = given
-        self.origins: Origins | None = Origins(given)
-        self.held: list[weakref.ref[_Held]] = []
-        self.asked: list[weakref.ref[_Argument]] = []
-
-    def pack(self, tensor: torch.Tensor) -> _Held | _Argument:
-        part = None if self.origins is None else self.origins.of(tensor)
-        if part is None or self.given is None:
-            held = _Held(self.site, tensor)
-            self.held.append(weakref.ref(held))
-            return held
-        argument = _Argument(self.site, part, self.given[part.whole])
-        self.asked.append(weakref.ref(argument))
-        return argument
-
-
-def _isolated(kept: Kept, outputs: Any, call: _Call, waiting: list[_Argument], saved: list[Any]) -> Any:
+def _isolated(kept: Kept, outputs: Any, call: _Call, waiting: list[Argument], saved: list[Any]) -> Any:
     """The outputs of a function that ran on arguments cut off from their graph, joined to that graph."""
     kept.waiting = [weakref.ref(argument) for argument in waiting]
     for argument in waiting:
