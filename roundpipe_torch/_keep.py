@@ -24,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from roundpipe_core._backend import Backend, backend_of, expand
 from roundpipe_core._phase import Phase
 from roundpipe_core._slots import Place, Slot, label_of
-from roundpipe_core._trees import Spec, flatten, unflatten
+from roundpipe_core._trees import LEAF, Spec, flatten, unflatten
 
 from ._errors import (
     argument_written,
@@ -194,20 +194,19 @@ class _Cut(torch.autograd.Function):
 class _Call:
     """The function, and the tensors that it is called with, its closure's included."""
 
-    __slots__ = ("_function", "_leaves", "_places", "_spec", "count", "tensors")
+    __slots__ = ("_function", "_names", "_opened", "_values", "count", "tensors")
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._function = function
-        self._leaves: list[Any] = []
-        self._spec = flatten((args, kwargs), self._leaves, expand)
-        self._places = [n for n, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
-        self.tensors: list[torch.Tensor] = [self._leaves[n] for n in self._places]
+        self._function, self._names = function, tuple(kwargs)
+        self._values = (*args, *kwargs.values())
+        self._opened = [_opened(value) for value in self._values]
+        self.tensors = [leaf for leaves, _ in self._opened for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self.count = len(self.tensors)  # of the arguments
         _add_captured(function, self.tensors)
 
     def given(self, isolated: bool, grads: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         """The tensors to call with: these, or the same cut off from their graph."""
-        if not isolated or not torch.is_grad_enabled():
+        if not isolated:
             return self.tensors
         arguments = self.tensors[: self.count]
         first = {id(tensor): n for n, tensor in reversed(list(enumerate(arguments)))}
@@ -215,11 +214,26 @@ class _Call:
         return [cut[first[id(tensor)]] for tensor in arguments] + self.tensors[self.count :]
 
     def __call__(self, tensors: list[torch.Tensor]) -> Any:
-        if tensors is not self.tensors:
-            for place, tensor in zip(self._places, tensors, strict=False):
-                self._leaves[place] = tensor
-        args, kwargs = unflatten(self._spec, iter(self._leaves))
-        return self._function(*args, **kwargs)
+        values = self._values if tensors is self.tensors else self._with(iter(tensors))
+        positional = len(values) - len(self._names)
+        return self._function(*values[:positional], **dict(zip(self._names, values[positional:], strict=True)))
+
+    def _with(self, tensors: Iterator[torch.Tensor]) -> tuple[Any, ...]:
+        """The arguments around other tensors. What holds none that is new stays the object that it is."""
+        values = []
+        for value, (leaves, spec) in zip(self._values, self._opened, strict=True):
+            new = [next(tensors) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            same = all(a is b for a, b in zip(leaves, new, strict=True))
+            values.append(value if same else unflatten(spec, iter(new)))
+        return tuple(values)
+
+
+def _opened(value: Any) -> tuple[list[Any], Spec]:
+    if type(value) is torch.Tensor:  # as most are
+        return [value], LEAF
+    leaves: list[Any] = []
+    spec = flatten(value, leaves, expand)
+    return leaves, spec
 
 
 def _add_captured(function: Any, tensors: list[torch.Tensor]) -> None:
@@ -271,13 +285,16 @@ def keep(run: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         run.restore_state(kept.state)  # R7
         run.skip(kept.met)
         kept.refuse_written(call.tensors)
-        outputs = unflatten(kept.spec, iter(kept.stand_ins(call.tensors, saved)))
+        leaves = kept.stand_ins(call.tensors, saved)
+        outputs = unflatten(kept.spec, iter(leaves))
+        _line_up(run, kept, leaves, node_count() - nodes)
     elif isolated:
         outputs = _isolated(kept, outputs, call, waiting, saved)
     else:
         for argument, tensor in zip(waiting, saved, strict=True):
             argument.saved, argument.live = tensor, None
-    _line_up(run, kept, outputs, node_count() - nodes)
+    if not run.repeats:
+        kept.nodes = node_count() - nodes
     run.consulted()
     return outputs
 
@@ -295,8 +312,7 @@ def _first(run: Any, kept: Kept, call: _Call, isolated: bool, waiting: list[Argu
     try:
         outputs, kept.residuals = _ran(run, kept.site, call, given, waiting)
         kept.site.reruns = False
-        leaves: list[Any] = []
-        kept.spec = flatten(outputs, leaves, expand)
+        leaves, kept.spec = _opened(outputs)
         origins = Origins(given)
         kept.outputs = [_Output(leaf, origins, kept.site) for leaf in leaves]
     finally:
@@ -344,24 +360,18 @@ def _isolated(kept: Kept, outputs: Any, call: _Call, waiting: list[Argument], sa
     kept.waiting = [weakref.ref(argument) for argument in waiting]
     for argument in waiting:
         argument.live = None
-    leaves: list[Any] = []
-    flatten(outputs, leaves, expand)
+    leaves, _ = _opened(outputs)
     for n, out in enumerate(kept.outputs):
         if out.part is not None and out.part.geometry is None:
             leaves[n] = call.tensors[out.part.whole]
     return unflatten(kept.spec, iter(kept.tracked(leaves, call.tensors, saved)))
 
 
-def _line_up(run: Any, kept: Kept, outputs: Any, nodes: int) -> None:
+def _line_up(run: Any, kept: Kept, leaves: list[Any], nodes: int) -> None:
     """Let traces count nodes from here as if the function had run."""
-    if not run.repeats:
-        kept.nodes = nodes
-        return
     for trace in run.traces():
         trace.skip(nodes - kept.nodes)
     if run.trace is not None:
-        leaves: list[Any] = []
-        flatten(outputs, leaves, expand)
         tracked = [leaf for leaf, out in zip(leaves, kept.outputs, strict=True) if out.tracked]
         run.trace.stand_in(tracked, kept.makers)
 

@@ -687,6 +687,24 @@ def test_state_that_outlives_the_layer_may_be_written_by_the_function(way) -> No
 
 
 @pytest.mark.parametrize("way", ENGINES)
+def test_containers_that_the_function_fills_are_the_callers(way) -> None:
+    def scenario(way):
+        x, past, seen = leaf(3, 4), [torch.ones(2, 4)], {"calls": 0}
+
+        def attend(h, past, *, seen):
+            seen["calls"] += 1
+            keys = torch.cat([*past, h])
+            past.append(h.detach())
+            return torch.softmax(h @ keys.t(), -1) @ keys
+
+        y = way(lambda x: keep(attend, x.sin(), past, seen=seen).exp(), x)
+        y.sum().backward()
+        return y, x.grad, past, seen
+
+    agree(scenario, way)
+
+
+@pytest.mark.parametrize("way", ENGINES)
 def test_without_gradient(way) -> None:
     runs = []
 
