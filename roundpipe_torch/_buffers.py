@@ -24,7 +24,7 @@ from ._errors import buffer_unknown
 from ._state import modules_of
 from ._views import version_of
 
-__all__ = ["Buffers", "Moved"]
+__all__ = ["Buffers", "Moved", "copies"]
 
 _SMALL = 1 << 16
 """Bytes up to which a buffer is copied before each forward and for each recompute: not every write can be seen."""
@@ -95,16 +95,21 @@ class Buffers:
 
     __slots__ = ("_changed", "_swapped", "_watched")
 
-    def __init__(self, function: Any, arguments: Iterable[Any]) -> None:
-        self._watched = [_Buffer(*found) for found in _found(function, arguments)]
+    def __init__(self, watched: list[_Buffer]) -> None:
+        self._watched = watched
         self._changed: list[_Buffer] = []
         self._swapped: set[tuple[int, str]] = set()
 
+    @classmethod
+    def of(cls, function: Any, arguments: Iterable[Any]) -> Buffers | None:
+        """Those of the modules that a call can reach; None if there are none."""
+        watched = [_Buffer(*found) for found in _found(function, arguments)]
+        return cls(watched) if watched else None
+
     def settle(self) -> None:
         """The forward is over."""
-        if self._watched:
-            self._changed = [buffer for buffer in self._watched if buffer.settle()]
-            self._watched = []
+        self._changed = [buffer for buffer in self._watched if buffer.settle()]
+        self._watched = []
 
     def moved(self) -> Iterator[Moved]:
         """What the forward has changed so far."""
@@ -136,6 +141,14 @@ class Buffers:
             self._swapped = set()
             for buffer, now in put_back:
                 buffer.module._buffers[buffer.name] = now
+
+
+_NO_CONTEXT = contextlib.nullcontext()
+
+
+def copies(buffers: Buffers | None, layer: str, told: bool) -> contextlib.AbstractContextManager[None]:
+    """`buffers.copies`, if there are any."""
+    return _NO_CONTEXT if buffers is None else buffers.copies(layer, told)
 
 
 def _found(function: Any, arguments: Iterable[Any]) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:

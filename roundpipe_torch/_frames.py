@@ -25,7 +25,7 @@ from roundpipe_core._slots import Entry, Place, Slot
 from roundpipe_core._trees import flatten
 
 from ._backend import adopted
-from ._buffers import Buffers, Moved
+from ._buffers import Buffers, Moved, copies
 from ._errors import (
     context_swallowed,
     drawn_in_a_crowd,
@@ -82,7 +82,7 @@ class TorchRun(Run):
 
     __slots__ = (
         "__weakref__", "_aligned", "_drew", "_outer", "buffers", "generators", "keeping", "knowing", "own_graph",
-        "parcel", "plan", "trace",
+        "parcel", "plan", "trace", "watching",
     )  # fmt: skip
 
     def __init__(
@@ -90,12 +90,16 @@ class TorchRun(Run):
     ) -> None:
         super().__init__(phase, slot)
         self._outer = outer  # the run that this one is a part of
+        self.own_graph = False  # the gradient is the recompute's own
+        self.knowing = False  # a recompute of a layer that asks for its phase
+        self.watching = False  # buffers may change in here
+        self.plan: Offload | None = None
         if outer is not None:
             self.repeats = outer.repeats
-        self.own_graph: bool = isinstance(outer, TorchRun) and outer.own_graph  # the gradient is the recompute's own
-        self.buffers: Buffers | None = None  # that this run may change
-        self.knowing: bool = isinstance(outer, TorchRun) and outer.knowing  # a recompute of a layer that asks for it
-        self.plan: Offload | None = outer.plan if isinstance(outer, TorchRun) else None
+            if isinstance(outer, TorchRun):
+                self.own_graph, self.knowing = outer.own_graph, outer.knowing
+                self.watching, self.plan = outer.watching, outer.plan
+        self.buffers: Buffers | None = None  # of its own region
         self.parcel: Parcel | None = None  # what it has in host memory, once there is something
         self.keeping = False  # inside a function that the recompute leaves out
         self.trace = trace
@@ -155,20 +159,27 @@ class TorchRun(Run):
             yield run
             run = run._outer
 
-    def state(self) -> _State | None:  # R7
-        numbers = self.generators.since_start() if self.generators else None
-        buffers = {
-            (id(moved[0]), moved[1]): moved for run in self._around() if run.buffers for moved in run.buffers.moved()
-        }
-        return None if numbers is None and not buffers else _State(numbers, [*buffers.values()])
+    def watch(self, buffers: Buffers | None) -> None:
+        """Its region's buffers, if it has any."""
+        if buffers is not None:
+            self.buffers, self.watching = buffers, True
 
-    def restore_state(self, state: _State | None) -> None:  # R7
-        if state is None:
+    def state(self) -> _State | list[torch.Tensor] | None:  # R7
+        numbers = self.generators.since_start() if self.generators else None
+        if not self.watching:
+            return numbers
+        buffers = (run.buffers for run in self._around() if run.buffers is not None)
+        moved = {(id(one[0]), one[1]): one for own in buffers for one in own.moved()}
+        return _State(numbers, [*moved.values()])
+
+    def restore_state(self, state: _State | list[torch.Tensor] | None) -> None:  # R7
+        if not isinstance(state, _State):
+            self.draw_from(state)
             return
         self.draw_from(state.numbers)
         if state.buffers and not self.knowing:
             for run in self._around():
-                if run.buffers:
+                if run.buffers is not None:
                     run.buffers.set(state.buffers)
 
     def draw_from(self, numbers: list[torch.Tensor] | None) -> None:
@@ -249,7 +260,7 @@ class Frame:
             Generators(generators_of(function, (*args, *kwargs.values()))) if options.preserve_rng_state else None
         )
         self._ambient = Ambient()
-        self._buffers = Buffers(function, (*args, *kwargs.values()))
+        self._buffers = Buffers.of(function, (*args, *kwargs.values()))
         self._lock = threading.RLock()
         self._needed: list[int] = []
         self._outputs: Any = None
@@ -264,7 +275,7 @@ class Frame:
         """Run the region for the first time."""
         outer = thread.run
         run = TorchRun(phase, self.slot, self.trace, self._generators, outer)
-        run.buffers = self._buffers
+        run.watch(self._buffers)
         if self._parcel is not None:
             run.plan, run.parcel = self._plan, self._parcel
         visit = Visit(self._generators)
@@ -278,7 +289,8 @@ class Frame:
                     thread.run = outer
         finally:
             self._crowded = visit.end()
-        self._buffers.settle()
+        if self._buffers is not None:
+            self._buffers.settle()
         if self._generators and self._generators.missed():
             raise started_inside(self.slot.label)
         if outputs is _NOTHING:
@@ -376,7 +388,7 @@ class Frame:
         if self._verified:
             return None
         self._verified = True
-        with self._buffers.copies(self.slot.label, told=True):  # as a plain recompute would find them
+        with copies(self._buffers, self.slot.label, told=True):  # as a plain recompute would find them
             return Audit(self._function, args, kwargs, self.slot, self._generators)
 
     def _audited(self, audit: Audit, outputs: Any) -> None:
@@ -430,10 +442,11 @@ class _Recompute:
             with torch.enable_grad(), frame._ambient.restored():
                 audit = frame._audit(args, kwargs)
                 run.draw_from(generators.start if generators else None)
-                run.buffers, run.knowing = frame._buffers, frame.trace.told_at >= 0
-                copies = run.buffers.copies(frame.slot.label, run.knowing)
+                run.watch(frame._buffers)
+                run.knowing = frame.trace.told_at >= 0
+                buffers = copies(frame._buffers, frame.slot.label, run.knowing)
                 hooks = saved_tensors_hooks(self._pack, _unpack_recomputed)
-                with options.context(1), copies, hooks, watch or _NO_CONTEXT:
+                with options.context(1), buffers, hooks, watch or _NO_CONTEXT:
                     thread.run = run
                     try:
                         outputs = frame._function(*args, **kwargs)

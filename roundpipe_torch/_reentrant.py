@@ -22,7 +22,7 @@ from roundpipe_core._phase import Phase, thread
 from roundpipe_core._slots import Slot
 from roundpipe_core._trees import Spec, flatten, unflatten
 
-from ._buffers import Buffers
+from ._buffers import Buffers, copies
 from ._errors import drawn_in_a_crowd, drawn_in_another_layout, started_inside, tensor_changed, wrong_option
 from ._frames import Options, TorchRun, is_told
 from ._keep import forget_with, release
@@ -79,7 +79,7 @@ class _Region:
         self.leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.generators = Generators(generators_of(function, leaves)) if options.preserve_rng_state else None
         self.ambient = Ambient()
-        self.buffers = Buffers(function, leaves)
+        self.buffers = Buffers.of(function, leaves)
         self.parcel = None if options.offload is None else Parcel(options.offload)
         self.crowded = False
         self.located = is_told(thread.run)
@@ -98,13 +98,14 @@ class _Region:
             with torch.enable_grad(), saved_tensors_hooks(partial(_drop, self), _refuse):
                 run = TorchRun(phase, self.slot, self.trace, self.generators, thread.run)
                 self.outermost, run.own_graph = not run.own_graph, True
-                run.buffers = self.buffers
+                run.watch(self.buffers)
                 if self.parcel is not None:
                     run.plan, run.parcel = self.parcel.plan, self.parcel
                 leaves = self._run(run, tensors)
         finally:
             self.crowded = visit.end()
-        self.buffers.settle()
+        if self.buffers is not None:
+            self.buffers.settle()
         self.parcel = run.parcel
         if self.slot.rows is not None and not isinstance(thread.run, TorchRun):
             forget_with(self, self.slot)
@@ -129,9 +130,10 @@ class _Region:
             saved_tensors_hooks(partial(_note, self.slot, trace), _unnote) if self.trace.told_at >= 0 else _NO_CONTEXT
         )
         try:
-            run.buffers, run.knowing = self.buffers, self.trace.told_at >= 0
-            copies = self.buffers.copies(self.slot.label, run.knowing)
-            with torch.enable_grad(), self.ambient.restored(), copies, hooks, watch or _NO_CONTEXT:
+            run.watch(self.buffers)
+            run.knowing = self.trace.told_at >= 0
+            buffers = copies(self.buffers, self.slot.label, run.knowing)
+            with torch.enable_grad(), self.ambient.restored(), buffers, hooks, watch or _NO_CONTEXT:
                 run.draw_from(generators.start if generators else None)
                 leaves = self._run(run, tensors)
             relaid = other_layout(self.trace, trace)

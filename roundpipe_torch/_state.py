@@ -173,7 +173,7 @@ def modules_of(function: Any, leaves: Iterable[Any]) -> Iterator[torch.nn.Module
     waiting, seen = [function, *leaves], set()
     while waiting:
         found = waiting.pop()
-        if id(found) in seen:
+        if type(found) is torch.Tensor or id(found) in seen:
             continue
         seen.add(id(found))
         if isinstance(found, torch.nn.Module):
@@ -186,8 +186,10 @@ def modules_of(function: Any, leaves: Iterable[Any]) -> Iterator[torch.nn.Module
             for cell in found.__closure__ or ():
                 with contextlib.suppress(ValueError):  # a cell that is not filled yet
                     waiting.append(cell.cell_contents)
-            named = (found.__globals__.get(name) for name in found.__code__.co_names)
-            waiting += (value for value in named if isinstance(value, torch.nn.Module))
+            for name in found.__code__.co_names:
+                value = found.__globals__.get(name)
+                if isinstance(value, torch.nn.Module):
+                    waiting.append(value)
         elif isinstance(found, (list, tuple, dict)) and len(found) <= _MOST_SEARCHED:
             waiting += found.values() if isinstance(found, dict) else found
 
