@@ -24,9 +24,11 @@ from ._exchange import ExchangeReport
 from ._phase import (
     doing_recompute,
     get_recompute_data,
+    keep,
     layer_scope,
     recompute_once,
     save_for_recompute,
+    update_once,
 )
 from ._replay import record, replay
 from ._tape import Tape, TapeEntry
@@ -55,9 +57,11 @@ __all__ = [
     "diff",
     "doing_recompute",
     "get_recompute_data",
+    "keep",
     "layer_scope",
     "recompute_once",
     "record",
     "replay",
     "save_for_recompute",
+    "update_once",
 ]

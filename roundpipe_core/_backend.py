@@ -58,6 +58,9 @@ class Backend(Protocol):
     def nbytes(self, stored: Any) -> int:
         """Bytes that `stored` holds (R12)."""
 
+    def place(self, stored: Any) -> str:
+        """Where these bytes are (R12): a device, as its framework writes it."""
+
     def rows_differing(self, stored: Any, array: Any) -> tuple[int, int, int] | None:
         """(rows that differ, rows, first such row), NaN equal to NaN; None if all agree."""
 
@@ -144,6 +147,9 @@ class _NumpyArrays:
 
     def nbytes(self, stored: Any) -> int:
         return int(stored.nbytes)
+
+    def place(self, stored: Any) -> str:
+        return "cpu"
 
     def rows_differing(self, stored: Any, array: Any) -> tuple[int, int, int] | None:
         rows = len(stored) if stored.ndim else 1

@@ -101,6 +101,9 @@ class HostArrays:
     def nbytes(self, stored: HostArray) -> int:
         return stored.data.nbytes
 
+    def place(self, stored: HostArray) -> str:
+        return "cpu"
+
     def rows_differing(self, stored: HostArray, array: HostArray) -> tuple[int, int, int] | None:
         rows = stored.shape[0] if stored.shape else 1
         if (stored.dtype, stored.shape) != (array.dtype, array.shape):

@@ -19,6 +19,7 @@ from __future__ import annotations
 import enum
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
@@ -32,12 +33,14 @@ __all__ = [
     "Traced",
     "doing_recompute",
     "get_recompute_data",
+    "keep",
     "layer_scope",
     "open_slot",
     "recompute_once",
     "save_for_recompute",
     "thread",
     "traced_by",
+    "update_once",
 ]
 
 P = ParamSpec("P")
@@ -56,10 +59,11 @@ class Phase(enum.Enum):
 class Run:
     """One execution of a region. Frontends derive from it."""
 
-    __slots__ = ("_counts", "_seen", "_uncertain", "flips", "phase", "scope", "slot", "taken", "watch")
+    __slots__ = ("_counts", "_seen", "_uncertain", "flips", "phase", "repeats", "scope", "slot", "taken", "watch")
 
     def __init__(self, phase: Phase, slot: Slot) -> None:
         self.phase = phase
+        self.repeats = phase in (Phase.RECOMPUTE, Phase.AUDIT)  # the same code ran before; a replay's forward does not
         self.slot = slot
         self.scope: tuple[str, ...] = ()
         self.flips: list[Flip] = []  # found by an audit
@@ -87,6 +91,9 @@ class Run:
         """What `recompute_once` hands to the function: `values`, or the same without gradient."""
         return values
 
+    def stored(self, entry: Entry, offload: bool | None) -> None:
+        """A save is in the slot. It may be moved to the host; `offload` is what the save itself says about that."""
+
     def adopt(self, leaf: Any, like: Any) -> Any:
         """`leaf` of a tape as an array of this frontend, like `like`, which the layer decided itself (R13).
 
@@ -101,10 +108,12 @@ class Run:
 
     # What the public functions do
 
-    def save(self, data: tuple[Any, ...], name: str | None, place: Place) -> tuple[Any, ...]:
+    def save(
+        self, data: tuple[Any, ...], name: str | None, place: Place, offload: bool | None = None
+    ) -> tuple[Any, ...]:
         key = (self.scope, name)
         if self.phase is Phase.FORWARD:
-            self._written(self.slot.write(key, data, place))
+            self._written(self.slot.write(key, data, place), offload)
             return data
         if self.phase is Phase.RECOMPUTE:
             saved: tuple[Any, ...] = self._read(key, place, data)
@@ -120,9 +129,7 @@ class Run:
         return data
 
     def once(self, function: Callable[[], T], called: Any, place: Place) -> T:
-        name = self.slot.once_name(self.scope, label_of(called))
-        count = self.count((self.scope, name))
-        key = (self.scope, name if count == 0 else f"{name} #{count}")
+        key = self.numbered(self.slot.once_name(self.scope, label_of(called)))
         if self.phase is Phase.RECOMPUTE:
             saved: T = self._read(key, place)
             return saved
@@ -135,19 +142,49 @@ class Run:
 
     # For saves that a frontend makes in the layer's stead, where both phases run the same code
 
-    def keep(self, key: Key, data: Any, place: Place, draws: bool) -> None:
+    def put(self, key: Key, data: Any, place: Place, draws: bool) -> None:
         """Store `data`; `draws` tells whether random numbers were drawn for it (R7)."""
         entry = self.slot.write(key, data, place)
+        self.stored(entry, None)
         entry.state = self.state() if draws else None
         entry.counts = self._counts.copy()
 
-    def kept(self, key: Key, place: Place) -> Any:
-        """What `keep` stored."""
+    def fetch(self, key: Key, place: Place) -> Any:
+        """What `put` stored."""
         entry = self.slot.read(key, place)
         if key not in self._seen:
             self._seen.add(key)
             self.restore_state(entry.state)
         return entry.value(self, NOTHING)
+
+    def keep(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> T:
+        """`function` with its outputs kept. A run that nothing will recompute keeps nothing."""
+        return function(*args, **kwargs)
+
+    def update(self, function: Callable[[], Any], called: Any) -> None:
+        """Call `function` for what it does to state, unless this run repeats one that did."""
+        key = self.numbered(f"update_once({label_of(called)})")
+        if not self.repeats:
+            self._decide(lambda: _nothing(function()))
+            self.slot.kept[key] = Update(self.state())
+            return
+        done = self.slot.kept.get(key)
+        if done is not None:
+            self.restore_state(done.state)
+
+    def numbered(self, name: str) -> Key:
+        """The key of the next call of this name in the open scope."""
+        count = self.count((self.scope, name))
+        return self.scope, name if count == 0 else f"{name} #{count}"
+
+    def met(self) -> dict[Any, int]:
+        """How often everything was met so far."""
+        return self._counts.copy()
+
+    def skip(self, met: dict[Any, int]) -> None:
+        """Count what the forward met in a part that this run leaves out."""
+        for key, times in met.items():
+            self._counts[key] = self._counts.get(key, 0) + times
 
     def child(self, label: Any) -> Slot:
         """The slot of a region that starts inside this run: new in forward, the forward's later (R8)."""
@@ -173,7 +210,8 @@ class Run:
         self._counts[key] = count + 1
         return count
 
-    def _written(self, entry: Entry) -> None:
+    def _written(self, entry: Entry, offload: bool | None = None) -> None:
+        self.stored(entry, offload)
         entry.state = self.state()
         entry.counts = self._counts.copy()
         self.consulted()
@@ -195,6 +233,23 @@ class Run:
             return self.without_gradient(function)
         finally:
             thread.run = before
+
+
+def _nothing(result: object) -> None:
+    """Drop a result that is not asked for."""
+
+
+class Update:
+    """What a call of `update_once` leaves for the recompute: the state of random numbers right after it (R7)."""
+
+    __slots__ = ("state",)
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def places(self) -> Counter[str]:
+        """Bytes of arrays kept: none."""
+        return Counter()
 
 
 class _Thread(threading.local):
@@ -235,7 +290,7 @@ def open_slot(label: Any) -> tuple[Phase, Slot]:
     return outer.phase, outer.child(label)
 
 
-def save_for_recompute(*data: Any, name: str | None = None) -> tuple[Any, ...]:
+def save_for_recompute(*data: Any, name: str | None = None, offload: bool | None = None) -> tuple[Any, ...]:
     """Keep a decision of this layer for its recompute.
 
     In the forward of a checkpointed layer, stores `data` and returns it. In the recompute, stores nothing and
@@ -250,6 +305,8 @@ def save_for_recompute(*data: Any, name: str | None = None) -> tuple[Any, ...]:
             them. Arrays and containers are copied; objects of other types are kept by reference. No array may
             carry gradient.
         name: under which to read it. A layer saves once without a name and once per name.
+        offload: True keeps the arrays in host memory until backward, of any size; False keeps them where they are.
+            None leaves it to the layer's own `offload` option.
 
     Returns:
         `data` as a tuple; in the recompute the tuple that the forward stored.
@@ -257,13 +314,21 @@ def save_for_recompute(*data: Any, name: str | None = None) -> tuple[Any, ...]:
     Raises:
         SlotError: a second save under the same name, or, in the recompute, nothing stored by the forward.
         GradientError: an array in `data` carries gradient.
-        OptionError: `name` is not a string.
+        OptionError: `name` is not a string, or `offload` not a bool.
 
     Implements R2, R4, R5, R6. Outside a region, or with gradients off, nothing is stored.
     """
     if _is_traced():
         return _traced.save_for_recompute(data, name)
     _check_name(name, "save_for_recompute")
+    if offload is not None and not isinstance(offload, bool):
+        raise OptionError(
+            message(
+                f"save_for_recompute: offload must be True, False or None, not {offload!r}.",
+                [("called at", where(_caller()))],
+                "where to keep it is an option of the layer: remat(layer, offload=...).",
+            )
+        )
     run = thread.run
     if run is None:
         for hand_over in outside_saves:
@@ -271,7 +336,7 @@ def save_for_recompute(*data: Any, name: str | None = None) -> tuple[Any, ...]:
         return data
     if run.phase is Phase.OFF:
         return data
-    return run.save(data, name, _caller())
+    return run.save(data, name, _caller(), offload)
 
 
 def doing_recompute() -> bool:
@@ -356,6 +421,62 @@ def recompute_once(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
         return result
     args, kwargs = run.arguments((args, kwargs))
     return run.once(lambda: function(*args, **kwargs), function, _caller())
+
+
+def keep(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a differentiable `function` in forward only; the recompute gets its outputs.
+
+    >>> from roundpipe_core import keep
+    >>> keep(max, 3, 4)
+    4
+
+    For what is dear to compute and small to hold: attention, an expert, a kernel with a backward of its own. Gradients
+    flow through as if it were called directly. Held until backward are its outputs and those tensors that its
+    backward needs and it made itself. What backward needs of its arguments is recomputed, so pass tensors as arguments.
+
+    Args:
+        function: returns any structure of arrays and other values.
+        *args: handed to `function`, as is `kwargs`.
+
+    Returns:
+        What `function` returns.
+
+    Raises:
+        SlotError: the recompute calls it at a place where the forward did not.
+        MutationError: from backward, if an output or, by `function`, an argument was changed in place.
+
+    Implements R6, R7, R8 and R10. Outside a checkpointed layer it just calls `function`.
+    """
+    run = thread.run
+    if run is None or run.phase is Phase.OFF:
+        return function(*args, **kwargs)
+    return run.keep(function, args, kwargs, _caller())
+
+
+def update_once(function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Call `function` for what it does to state: in forward, and not again in the recompute.
+
+    >>> from roundpipe_core import update_once
+    >>> cache = []
+    >>> update_once(cache.append, "key")
+    >>> cache
+    ['key']
+
+    For counters, load-balance biases, caches: whatever a layer moves on by one with each forward. `function` runs
+    without gradient. Outside a checkpointed layer, in evaluation and in a replay of a tape it runs too.
+
+    Args:
+        function: changes state. What it returns is dropped.
+        *args: handed to `function`, as is `kwargs`.
+
+    Implements R7 and R8.
+    """
+    run = thread.run
+    if run is None or run.phase is Phase.OFF:
+        without_gradient(lambda: function(*args, **kwargs))
+        return
+    args, kwargs = run.arguments((args, kwargs))
+    run.update(lambda: function(*args, **kwargs), function)
 
 
 class layer_scope:  # noqa: N801 - used like a function

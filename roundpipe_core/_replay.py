@@ -45,6 +45,7 @@ class TapeRun(Run):
 
     def __init__(self, phase: Phase, slot: Slot, replayed: Sequence[Any] | None = None) -> None:
         super().__init__(phase, slot)
+        self.repeats = False
         self.guards: list[TapeGuard] = []
         try:
             for make in tape_guards:
@@ -64,7 +65,9 @@ class TapeRun(Run):
         self.check(f"layer {label_of(label)!r} runs", None)
         return super().child(label)
 
-    def save(self, data: tuple[Any, ...], name: str | None, place: Place) -> tuple[Any, ...]:
+    def save(
+        self, data: tuple[Any, ...], name: str | None, place: Place, offload: bool | None = None
+    ) -> tuple[Any, ...]:
         self.check("data is saved", place)
         name = self._next(name)
         if self.phase is Phase.FORWARD:

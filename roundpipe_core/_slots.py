@@ -10,6 +10,7 @@ import functools
 import itertools
 import operator
 import types
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -81,6 +82,14 @@ class Entry:
         """Bytes of the arrays kept."""
         return sum(map(nbytes, self.backends, self.leaves))
 
+    def places(self) -> Counter[str]:
+        """Bytes of the arrays kept, by where they are."""
+        held: Counter[str] = Counter()
+        for backend, leaf in zip(self.backends, self.leaves, strict=True):
+            if backend is not None:
+                held[backend.place(leaf)] += backend.nbytes(leaf)
+        return held
+
     def differences(self, layer: str, key: Key, data: Any) -> Iterator[Flip]:
         """What `data`, decided again, has otherwise than this entry."""
         leaves: list[Any] = []
@@ -111,7 +120,7 @@ class Entry:
 class Slot:
     """The decisions of one call of a region, and the slots of the regions inside it (R8)."""
 
-    __slots__ = ("__weakref__", "_label", "born", "children", "entries", "orphan", "rows")
+    __slots__ = ("__weakref__", "_label", "born", "children", "entries", "kept", "orphan", "rows")
 
     def __init__(self, label: Any, orphan: bool = False) -> None:
         self._label = label
@@ -119,6 +128,7 @@ class Slot:
         self.born = next(_births)
         self.entries: dict[Key, Entry] = {}
         self.children: dict[Any, list[Slot]] = {}
+        self.kept: dict[Key, Any] = {}  # what a frontend keeps of parts that a recompute leaves out
         self.rows: frozenset[int] | None = None  # on the way to or from a tape: see `line_up`
 
     @property
@@ -192,8 +202,17 @@ class Slot:
 
     def nbytes(self) -> int:
         """Bytes of all arrays kept, inner regions included (R12)."""
-        own = sum(entry.nbytes() for entry in self.entries.values())
-        return own + sum(slot.nbytes() for slots in self.children.values() for slot in slots)
+        return sum(self.places().values())
+
+    def places(self) -> Counter[str]:
+        """The same by where they are: a device, or the host (R12)."""
+        held: Counter[str] = Counter()
+        for item in (*self.entries.values(), *self.kept.values()):
+            held += item.places()
+        for slots in self.children.values():
+            for slot in slots:
+                held += slot.places()
+        return held
 
 
 _births = itertools.count()

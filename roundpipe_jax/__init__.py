@@ -26,11 +26,13 @@ from roundpipe_core import (
     diff,
     doing_recompute,
     get_recompute_data,
+    keep,
     layer_scope,
     recompute_once,
     record,
     replay,
     save_for_recompute,
+    update_once,
 )
 from roundpipe_core._backend import outside_saves, register_backend, tape_guards
 
@@ -72,6 +74,7 @@ __all__ = [
     "explain",
     "from_dlpack",
     "get_recompute_data",
+    "keep",
     "layer_scope",
     "recompute_once",
     "record",
@@ -82,6 +85,7 @@ __all__ = [
     "save_either",
     "save_for_recompute",
     "save_policy",
+    "update_once",
 ]
 
 register_backend(JaxArrays())

@@ -47,6 +47,10 @@ class JaxArrays:
     def nbytes(self, stored: Any) -> int:
         return aval_bytes(stored)
 
+    def place(self, stored: Any) -> str:
+        value = concrete_value(stored)
+        return "traced" if value is None else ", ".join(sorted(map(str, value.devices())))
+
     def rows_differing(self, stored: Any, array: Any) -> tuple[int, int, int] | None:
         rows = stored.shape[0] if stored.ndim else 1
         if stored.shape != array.shape or stored.dtype != array.dtype:

@@ -167,10 +167,12 @@ class JaxRun(Run):
         self._stays_in_python(static=True)
         return super().count(key)
 
-    def save(self, data: tuple[Any, ...], name: str | None, place: Place) -> tuple[Any, ...]:
+    def save(
+        self, data: tuple[Any, ...], name: str | None, place: Place, offload: bool | None = None
+    ) -> tuple[Any, ...]:
         if self.phase is Phase.FORWARD:
             data = self._prepared(data, (self.scope, name), place)
-        return super().save(data, name, place)
+        return super().save(data, name, place, offload)
 
     def get(self, name: str | None, place: Place) -> tuple[Any, ...]:
         if self.phase is Phase.RECOMPUTE:

@@ -23,11 +23,13 @@ from roundpipe_core import (
     diff,
     doing_recompute,
     get_recompute_data,
+    keep,
     layer_scope,
     recompute_once,
     record,
     replay,
     save_for_recompute,
+    update_once,
 )
 
 from . import _backend as _backend  # makes tensors known to the core
@@ -35,6 +37,7 @@ from ._checkpoint import checkpoint, checkpoint_sequential, recompute_contexts
 from ._errors import CheckpointMismatchError, CompileError
 from ._exchange import exchange, from_dlpack
 from ._modules import remat
+from ._offload import Offload
 from ._uncompiled import run_uncompiled
 
 __all__ = [
@@ -47,6 +50,7 @@ __all__ = [
     "GradientError",
     "MismatchError",
     "MutationError",
+    "Offload",
     "OptionError",
     "ParityError",
     "PhaseError",
@@ -66,6 +70,7 @@ __all__ = [
     "exchange",
     "from_dlpack",
     "get_recompute_data",
+    "keep",
     "layer_scope",
     "recompute_contexts",
     "recompute_once",
@@ -73,6 +78,7 @@ __all__ = [
     "remat",
     "replay",
     "save_for_recompute",
+    "update_once",
 ]
 
 run_uncompiled("roundpipe_core", "roundpipe_torch")

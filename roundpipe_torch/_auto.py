@@ -81,13 +81,14 @@ def _watch_of(run: Run) -> _Watch:
 class _Watch:
     """The decisions of one run."""
 
-    __slots__ = ("_met", "_number", "_reads", "_saved", "decisions", "run")
+    __slots__ = ("_met", "_number", "_reads", "_saved", "_skipped", "decisions", "run")
 
     def __init__(self, run: Run, decisions: Decisions) -> None:
         self.run = run
         self.decisions = decisions
         self._number = 0  # of the next decision
         self._reads = 0
+        self._skipped = 0  # of those inside parts that this run leaves out, see `keep`
         self._met: set[Key] = set()
         self._saved: list[Key] | None = None
 
@@ -101,6 +102,9 @@ class _Watch:
 
     def _resume(self, run: Run) -> None:
         """Go on from the last decision that the layer saved itself, where it was read: what precedes it is skipped."""
+        skipped = run._counts.get(_COUNT, 0)  # a run that repeats counts no others there
+        self._number += skipped - self._skipped
+        self._skipped = skipped
         if len(run._seen) == self._reads:
             return
         self._reads = len(run._seen)
@@ -164,7 +168,7 @@ class _Watch:
         if key is None:
             return decide()
         if run.phase is Phase.RECOMPUTE:
-            saved = run.kept(key, place)
+            saved = run.fetch(key, place)
             self._met.add(key)
             self._reads = len(run._seen)
             return give(saved)
@@ -176,7 +180,7 @@ class _Watch:
         name = f"{_PREFIX}{self._number} {what}"
         self._number += 1
         run._counts[_COUNT] = self._number
-        run.keep((run.scope, name), data, place, draws)
+        run.put((run.scope, name), data, place, draws)
 
 
 _PREFIX = "auto "

@@ -58,6 +58,9 @@ class TorchBackend:
     def nbytes(self, stored: torch.Tensor) -> int:
         return held(stored).nbytes
 
+    def place(self, stored: torch.Tensor) -> str:
+        return str(stored.device)
+
     def rows_differing(self, stored: torch.Tensor, array: torch.Tensor) -> tuple[int, int, int] | None:
         rows = stored.shape[0] if stored.ndim else 1
         if stored.shape != array.shape or stored.dtype != array.dtype:

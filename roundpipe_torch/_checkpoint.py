@@ -22,6 +22,7 @@ from ._decisions import as_decisions
 from ._errors import wrong_option
 from ._frames import Frame, Options, TorchRun
 from ._inputs import line_up
+from ._offload import Offload
 from ._reentrant import reentrant
 from ._state import Generators, generators_of
 
@@ -29,6 +30,7 @@ __all__ = ["checkpoint", "checkpoint_sequential", "options_from", "recompute_con
 
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 _PLAIN = Options()
+_TO_HOST = Offload()
 
 
 def checkpoint(
@@ -113,12 +115,19 @@ def options_from(
     label: str | None = None,
     verify: str = "off",
     auto: Any = False,
+    offload: str | Offload | None = None,
 ) -> Options:
     """Options for one call, checked, with torch's own overrides (`set_checkpoint_early_stop`, ...) applied."""
     _one_of(target, "determinism_check", determinism_check, ("default", "none"))
     _one_of(target, "verify", verify, ("off", "warn", "raise"))
     if label is not None and not isinstance(label, str):
         raise wrong_option(target, f"label must be a string, not {label!r}.", 'name the layer, as in label="block 3".')
+    if not (offload is None or offload == "cpu" or isinstance(offload, Offload)):
+        raise wrong_option(
+            target,
+            f'offload must be "cpu", an Offload or None, not {offload!r}.',
+            'pass offload="cpu", or Offload(inputs=True, ...) to say what goes to the host.',
+        )
     stop, more = _overrides()
     contexts = None if context_fn is torch_checkpoint.noop_context_fn else context_fn()
     return Options(
@@ -130,6 +139,7 @@ def options_from(
         debug=debug if more is None else more,
         verify=verify,
         auto=as_decisions(target, auto),
+        offload=_TO_HOST if isinstance(offload, str) else offload,
     )
 
 

@@ -18,21 +18,28 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointError
 
-from roundpipe_core import MismatchError, MutationError, OptionError, RoundPipeError
+from roundpipe_core import MismatchError, MutationError, OptionError, RoundPipeError, SlotError
 from roundpipe_core._errors import message
 from roundpipe_core._slots import Place, label_of, where
 
 __all__ = [
     "CheckpointMismatchError",
     "CompileError",
+    "argument_written",
+    "buffer_unknown",
+    "captured",
     "context_swallowed",
     "decided_in_compiled_code",
     "decided_under_a_transform",
+    "differentiated_inside",
+    "differentiated_twice",
     "drawn_in_a_crowd",
     "drawn_in_another_layout",
     "input_changed",
     "is_ours",
+    "kept_output_changed",
     "no_partner",
+    "not_kept",
     "other_decision",
     "other_node",
     "other_parameter",
@@ -116,7 +123,7 @@ def tensor_changed(layer: str, tensor: torch.Tensor) -> MutationError:
     return MutationError(
         message(
             f"layer {layer!r}: a tensor needed for gradient computation has been modified by an inplace operation "
-            f"after it was saved: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}.",
+            f"after it was saved: {_described(tensor)}.",
             [],
             "compute out of place what later operations need, and change weights after backward; autograd without "
             "checkpointing refuses this too.",
@@ -249,6 +256,91 @@ def context_swallowed(layer: str) -> OptionError:
             "let the exception through: return a false value from __exit__.",
         )
     )
+
+
+def not_kept(layer: str, name: str, place: Place) -> SlotError:
+    """The recompute calls `keep` where the forward did not."""
+    return SlotError(
+        message(
+            f"layer {layer!r}: the recompute calls {name}, and the forward did not.",
+            [("called at", where(place))],
+            "call keep with the same function, equally often, in both phases.",
+        )
+    )
+
+
+def kept_output_changed(layer: str, name: str, place: Place, tensor: torch.Tensor) -> MutationError:
+    """An output of `keep` was changed in place (R6)."""
+    return MutationError(
+        message(
+            f"layer {layer!r}: an output of {name} was changed in place, so the recompute cannot start from it: "
+            f"{_described(tensor)}.",
+            [("kept at", where(place))],
+            "change it out of place (y = y.relu() instead of y.relu_()), or inside the function that is kept.",
+        )
+    )
+
+
+def argument_written(layer: str, name: str, place: Place, tensor: torch.Tensor) -> MutationError:
+    """The function of `keep` changed an argument that the recompute has made again (R6)."""
+    return MutationError(
+        message(
+            f"layer {layer!r}: {name} changed an argument in place, and is not run again: {_described(tensor)}.",
+            [("kept at", where(place))],
+            "let the function return the new tensor. State that outlives the layer (a buffer, a cache) may be changed.",
+        )
+    )
+
+
+def buffer_unknown(layer: str, module: str, name: str) -> MutationError:
+    """A forward changed a large buffer for the first time, whose values before nobody kept."""
+    return MutationError(
+        message(
+            f"layer {layer!r}: the forward changed buffer {name!r} of {module}, which earlier forwards left as it was, "
+            "so the recompute cannot start from its old values.",
+            [],
+            "change it with update_once(...), which the recompute leaves out, if the layer's output needs the new "
+            "values only.",
+        )
+    )
+
+
+def captured(layer: str, name: str, place: Place) -> MismatchError:
+    """A function kept under the second engine uses a tensor that it was not given."""
+    return MismatchError(
+        message(
+            f"layer {layer!r}: {name} uses a tensor that carries gradient and is not among its arguments.",
+            [("called at", where(place))],
+            "pass it as an argument, keep(function, tensor), or use the default engine (use_reentrant=False).",
+        )
+    )
+
+
+def differentiated_inside(layer: str, name: str, place: Place) -> MismatchError:
+    """The recompute asks for a gradient of what it did not run."""
+    return MismatchError(
+        message(
+            f"layer {layer!r}: the layer differentiates inside itself through {name}, which its recompute does not "
+            "run, or a backward came after the graph was freed.",
+            [("kept at", where(place))],
+            "call the function without keep, or put the differentiation into the function that is kept.",
+        )
+    )
+
+
+def differentiated_twice(layer: str, name: str, place: Place) -> MismatchError:
+    """A second derivative through a function that the second engine keeps."""
+    return MismatchError(
+        message(
+            f"layer {layer!r}: use_reentrant=True has no second derivative through {name}.",
+            [("kept at", where(place))],
+            "use the default engine (use_reentrant=False).",
+        )
+    )
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def wrong_option(target: Any, what: str, way_out: str, *facts: tuple[str, str]) -> OptionError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -18,13 +18,14 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from roundpipe_core import RoundPipeError
-from roundpipe_core._backend import expand
+from roundpipe_core._backend import backend_of, expand
 from roundpipe_core._phase import Phase, Run, thread
 from roundpipe_core._replay import TapedSlot
-from roundpipe_core._slots import Slot
+from roundpipe_core._slots import Entry, Place, Slot
 from roundpipe_core._trees import flatten
 
 from ._backend import adopted
+from ._buffers import Buffers, Moved, copies
 from ._decisions import Decisions
 from ._errors import (
     context_swallowed,
@@ -38,7 +39,9 @@ from ._errors import (
     tensor_changed,
 )
 from ._inputs import Inputs
+from ._keep import forget_with, keep
 from ._matching import Leaf, Pairs, Trace, match, match_aligned, node_count, node_names, region_codes
+from ._offload import MOVED, Offload, Parcel, Shipped
 from ._ranks import collectives, keeps_graph, recompute_on_arrival, tell_rank
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replayed
 from ._verify import Audit
@@ -47,6 +50,8 @@ __all__ = ["Frame", "Options", "TorchRun", "is_told"]
 
 
 _NO_CONTEXT = contextlib.nullcontext()
+_TENSORS = backend_of(torch.empty(0))
+_DEFAULT_PLAN = Offload()
 _NOTHING = object()
 
 
@@ -61,45 +66,131 @@ class Options(NamedTuple):
     debug: bool = False
     verify: str = "off"
     auto: Decisions | None = None
+    offload: Offload | None = None
 
     def context(self, recompute: int) -> AbstractContextManager[Any]:
         """The user's context for a run."""
         return _NO_CONTEXT if self.contexts is None else self.contexts[recompute]
 
 
+class _State(NamedTuple):
+    """What later code depends on, besides its arguments, right after a save."""
+
+    numbers: list[torch.Tensor] | None  # states of the generators
+    buffers: list[Moved]
+
+
 class TorchRun(Run):
     """A run whose saved tensors are traced and whose random numbers line up."""
 
-    __slots__ = ("_aligned", "_drew", "_outer", "generators", "trace")
+    __slots__ = (
+        "__weakref__", "_aligned", "_drew", "_outer", "buffers", "generators", "keeping", "knowing", "own_graph",
+        "parcel", "plan", "trace", "watching",
+    )  # fmt: skip
 
     def __init__(
         self, phase: Phase, slot: Slot, trace: Trace | None, generators: Generators | None, outer: Run | None = None
     ) -> None:
         super().__init__(phase, slot)
         self._outer = outer  # the run that this one is a part of
+        self.own_graph = False  # the gradient is the recompute's own
+        self.knowing = False  # a recompute of a layer that asks for its phase
+        self.watching = False  # buffers may change in here
+        self.plan: Offload | None = None
+        if outer is not None:
+            self.repeats = outer.repeats
+            if isinstance(outer, TorchRun):
+                self.own_graph, self.knowing = outer.own_graph, outer.knowing
+                self.watching, self.plan = outer.watching, outer.plan
+        self.buffers: Buffers | None = None  # of its own region
+        self.parcel: Parcel | None = None  # what it has in host memory, once there is something
+        self.keeping = False  # inside a function that the recompute leaves out
         self.trace = trace
         self.generators = generators
         self._aligned: list[torch.Tensor] = []
         self._drew = False
 
     def consulted(self) -> None:
-        if self.trace is not None:
+        if self.trace is not None and not self.keeping:
             self.trace.split()
 
     def told(self) -> None:
+        if self.keeping:  # what is learned in there the recompute does not ask
+            return
         if self.trace is not None:
             self.trace.told()
         if self._outer is not None:  # what the layer inside does with the answer may show in what it returns
             self._outer.told()
 
-    def state(self) -> list[torch.Tensor] | None:  # R7
-        return self.generators.since_start() if self.generators else None
+    def keep(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> Any:
+        return keep(self, function, args, kwargs, place)
 
-    def restore_state(self, state: list[torch.Tensor] | None) -> None:  # R7
-        if self.generators and state is not None:
+    def stored(self, entry: Entry, offload: bool | None) -> None:
+        wanted = self.plan is not None and self.plan.saves if offload is None else offload
+        if not wanted or self.slot.rows is not None:  # a tape takes the arrays themselves
+            return
+        for n, backend in enumerate(entry.backends):
+            if backend is _TENSORS:
+                moved = self.load().take(entry.leaves[n], always=offload is True, private=True)
+                if moved is not None:
+                    entry.leaves[n], entry.backends[n] = moved, MOVED
+
+    def load(self) -> Parcel:
+        """The parcel of this run's region."""
+        if self.parcel is None:
+            self.parcel = Parcel(self.plan or _DEFAULT_PLAN)
+        return self.parcel
+
+    def ship(self, tensor: torch.Tensor) -> Shipped | None:
+        """`tensor`, which `keep` holds, on its way to the host; None if it stays."""
+        if self.plan is None or not self.plan.kept or self.slot.rows is not None:
+            return None
+        return self.load().take(tensor)
+
+    def outermost(self) -> TorchRun:
+        """The run of a region that this one is inside of, itself if there is none."""
+        return [*self._around()][-1]
+
+    def traces(self) -> Iterator[Trace]:
+        """The traces of this run and of those that it is a part of."""
+        return (run.trace for run in self._around() if run.trace is not None)
+
+    def _around(self) -> Iterator[TorchRun]:
+        """This run, and those that it is a part of."""
+        run: Run | None = self
+        while isinstance(run, TorchRun):
+            yield run
+            run = run._outer
+
+    def observe(self, buffers: Buffers | None) -> None:
+        """Its region's buffers, if it has any."""
+        if buffers is not None:
+            self.buffers, self.watching = buffers, True
+
+    def state(self) -> _State | list[torch.Tensor] | None:  # R7
+        numbers = self.generators.since_start() if self.generators else None
+        if not self.watching:
+            return numbers
+        buffers = (run.buffers for run in self._around() if run.buffers is not None)
+        moved = {(id(one[0]), one[1]): one for own in buffers for one in own.moved()}
+        return _State(numbers, [*moved.values()])
+
+    def restore_state(self, state: _State | list[torch.Tensor] | None) -> None:  # R7
+        if not isinstance(state, _State):
+            self.draw_from(state)
+            return
+        self.draw_from(state.numbers)
+        if state.buffers and not self.knowing:
+            for run in self._around():
+                if run.buffers is not None:
+                    run.buffers.set(state.buffers)
+
+    def draw_from(self, numbers: list[torch.Tensor] | None) -> None:
+        """Let the generators go on from these states."""
+        if self.generators and numbers is not None:
             self._drew = self.drew()
-            self._aligned = state
-            self.generators.set(state)
+            self._aligned = numbers
+            self.generators.set(numbers)
 
     def drew(self) -> bool:
         """Whether this run drew random numbers, other than for a decision."""
@@ -154,21 +245,26 @@ class Frame:
     """One call of a region."""
 
     __slots__ = (
-        "__weakref__", "_ambient", "_arrived", "_crowded", "_function", "_generators", "_inputs", "_located", "_lock",
-        "_needed", "_options", "_outputs", "_vain", "_verified", "returned", "slot", "stop_at", "talks", "trace",
+        "__weakref__", "_ambient", "_arrived", "_buffers", "_crowded", "_function", "_generators", "_inputs",
+        "_located", "_lock", "_needed", "_options", "_outputs", "_parcel", "_plan", "_vain", "_verified", "returned",
+        "slot", "stop_at", "talks", "trace",
     )  # fmt: skip
 
     def __init__(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], slot: Slot, options: Options
     ) -> None:
         self._function = function
-        self._inputs = Inputs(args, kwargs)
         self._options = options
+        self._plan = options.offload
+        self._parcel = None if self._plan is None else Parcel(self._plan)
+        with _NO_CONTEXT if self._parcel is None or isinstance(thread.run, TorchRun) else self._parcel.inputs():
+            self._inputs = Inputs(args, kwargs)
         self.slot = slot
         self._generators = (
             Generators(generators_of(function, (*args, *kwargs.values()))) if options.preserve_rng_state else None
         )
         self._ambient = Ambient()
+        self._buffers = Buffers.of(function, (*args, *kwargs.values()))
         self._lock = threading.RLock()
         self._needed: list[int] = []
         self._outputs: Any = None
@@ -186,6 +282,9 @@ class Frame:
         """Run the region for the first time."""
         outer = thread.run
         run = TorchRun(phase, self.slot, self.trace, self._generators, outer)
+        run.observe(self._buffers)
+        if self._parcel is not None:
+            run.plan, run.parcel = self._plan, self._parcel
         visit = Visit(self._generators)
         first, before = node_count(), collectives()
         outputs: Any = _NOTHING
@@ -201,10 +300,15 @@ class Frame:
             raise
         finally:
             self._crowded = visit.end()
+        if self._buffers is not None:
+            self._buffers.settle()
         if self._generators and self._generators.missed():
             raise started_inside(self.slot.label)
         if outputs is _NOTHING:
             raise context_swallowed(self.slot.label)
+        self._parcel = run.parcel
+        if self.slot.rows is not None and not isinstance(outer, TorchRun):
+            forget_with(self, self.slot)
         self._needed = self.trace.alive()
         self.talks = collectives() != before
         if self.talks:
@@ -323,7 +427,8 @@ class Frame:
             return None
         self._verified = True
         run = TorchRun(Phase.AUDIT, self.slot, None, None)
-        return Audit(self._function, args, kwargs, run, self._generators)
+        with copies(self._buffers, self.slot.label, told=True):  # as a plain recompute would find them
+            return Audit(self._function, args, kwargs, run, self._generators)
 
     def _audited(self, audit: Audit, outputs: Any) -> None:
         before, self._outputs = self._outputs, None
@@ -365,6 +470,8 @@ class _Recompute:
         outer, nodes = thread.run, node_count()
         around = outer.trace if isinstance(outer, TorchRun) else None
         base = around.base if around else 0
+        if frame._parcel is not None:
+            frame._parcel.arrive()
         args, kwargs = frame.inputs()
         kept = generators.now() if generators else []
         visit = Visit(generators)
@@ -373,8 +480,12 @@ class _Recompute:
         try:
             with torch.enable_grad(), frame._ambient.restored():
                 audit = frame._audit(args, kwargs)
-                run.restore_state(generators.start if generators else None)
-                with options.context(1), saved_tensors_hooks(self._pack, _unpack_recomputed), watch or _NO_CONTEXT:
+                run.draw_from(generators.start if generators else None)
+                run.observe(frame._buffers)
+                run.knowing = frame.trace.told_at >= 0
+                buffers = copies(frame._buffers, frame.slot.label, run.knowing)
+                hooks = saved_tensors_hooks(self._pack, _unpack_recomputed)
+                with options.context(1), buffers, hooks, watch or _NO_CONTEXT:
                     thread.run = run
                     try:
                         outputs = frame._function(*args, **kwargs)

@@ -10,7 +10,7 @@ import torch
 from roundpipe_core._slots import Slot
 from roundpipe_core._trees import Spec, flatten, unflatten
 
-__all__ = ["Inputs", "line_up"]
+__all__ = ["Inputs", "SavedTensor", "line_up", "save_tensor"]
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -45,11 +45,11 @@ class Inputs:
             leaves = list(values)
         else:
             self._specs = tuple(flatten(value, leaves) for value in values)
-        self._kept = [_keep(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._kept = [save_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def restore(self) -> tuple[list[Any], dict[str, Any]]:
         """The arguments, in new containers."""
-        leaves: list[Any] = [leaf.unpack() if isinstance(leaf, _Kept) else leaf for leaf in self._kept]
+        leaves: list[Any] = [leaf.unpack() if isinstance(leaf, SavedTensor) else leaf for leaf in self._kept]
         if self._specs is not None:
             rest = iter(leaves)
             leaves = [unflatten(spec, rest) for spec in self._specs]
@@ -84,13 +84,13 @@ class _SaveOne(torch.autograd.Function):
         raise AssertionError("nothing flows through a kept input")
 
 
-_Kept: Any
-_keep: Callable[[torch.Tensor], Any]
+SavedTensor: Any
+save_tensor: Callable[[torch.Tensor], Any]
 _make_saved_tensor: Any = getattr(torch._C._autograd, "_make_saved_tensor", None)
 if _make_saved_tensor is None:  # pragma: no cover - older torch
-    _Kept, _keep = _KeptByNode, _KeptByNode
+    SavedTensor, save_tensor = _KeptByNode, _KeptByNode
 else:
-    _Kept = torch._C._autograd.SavedTensor
+    SavedTensor = torch._C._autograd.SavedTensor
 
-    def _keep(tensor: torch.Tensor) -> Any:
+    def save_tensor(tensor: torch.Tensor) -> Any:
         return _make_saved_tensor(tensor, is_output=False)

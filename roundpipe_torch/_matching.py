@@ -15,7 +15,7 @@ import sys
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -73,7 +73,7 @@ class Trace:
 
     __slots__ = (
         "__weakref__", "base", "begun", "layouts", "leaves", "live", "makers", "numbers", "packs", "places", "refs",
-        "starts", "told_at",
+        "standing", "starts", "told_at",
     )  # fmt: skip
 
     def __init__(self, debug: bool, locating: bool) -> None:
@@ -86,6 +86,7 @@ class Trace:
         self.makers: list[tuple[str, int] | None] = []  # name and place of the node that made each pack, once told
         self.layouts: dict[int, tuple[int, ...]] = {}  # strides of each pack, once told
         self.leaves: dict[int, Leaf] = {}
+        self.standing: dict[tuple[int, int], tuple[str, int]] = {}  # makers of what stands for outputs of another node
         self.live: list[int] = []  # packs alive when the run was over
         self.places: list[str] | None = [] if debug else None
 
@@ -105,7 +106,8 @@ class Trace:
         line = maker = None
         if self.told_at >= 0:
             line, node = _line(), tensor.grad_fn
-            maker = (node.name(), node._sequence_nr() - self.begun) if node is not None else None
+            if node is not None:
+                maker = self.maker(tensor) if self.standing else (node.name(), node._sequence_nr() - self.begun)
             if tensor.layout is torch.strided:
                 pairs = zip(tensor.stride(), tensor.shape, strict=True)
                 self.layouts[len(self.packs)] = tuple(stride for stride, size in pairs if size > 1)
@@ -121,6 +123,21 @@ class Trace:
         self.makers.append(maker)
         if self.places is not None:
             self.places.append("at " + user_line())
+
+    def maker(self, tensor: torch.Tensor) -> tuple[str, int] | None:
+        """Name and place of the node that made `tensor`."""
+        node = tensor.grad_fn
+        if node is None:
+            return None
+        number = node._sequence_nr()
+        standing = self.standing.get((number, tensor.output_nr)) if self.standing else None
+        return standing or (node.name(), number - self.begun)
+
+    def stand_in(self, outputs: Sequence[torch.Tensor], makers: Sequence[tuple[str, int]]) -> None:
+        """Take `outputs` for made by the nodes `makers`, which this run leaves out."""
+        for output, maker in zip(outputs, makers, strict=False):
+            if output.grad_fn is not None:
+                self.standing[output.grad_fn._sequence_nr(), output.output_nr] = maker
 
     def skip(self, nodes: int) -> None:
         """Leave out nodes that a recompute made in the midst of this run."""

@@ -54,6 +54,7 @@ def remat(target: Any = None, **options: Any) -> Any:
             ``auto``: True saves and repeats the decisions of code that nobody can edit: the indices of `topk`, `sort`
             and their kin, `nonzero`, `multinomial`, `item`, masks that select rows, and so on. A collection names
             further operations (`torch.cumsum`, `torch.ops.mylib.route`) or functions that decide.
+            ``offload``: "cpu" keeps what the layer saves in host memory until backward, an `Offload` says more.
 
     Returns:
         A function of the same signature, or a module of a subclass of the same class.

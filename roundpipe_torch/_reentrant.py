@@ -22,6 +22,7 @@ from roundpipe_core._phase import Phase, thread
 from roundpipe_core._slots import Slot
 from roundpipe_core._trees import Spec, flatten, unflatten
 
+from ._buffers import Buffers, copies
 from ._errors import (
     drawn_in_a_crowd,
     drawn_in_another_layout,
@@ -31,7 +32,9 @@ from ._errors import (
     wrong_option,
 )
 from ._frames import Options, TorchRun, is_told
+from ._keep import forget_with, release
 from ._matching import Trace, other_layout, region_codes
+from ._offload import Parcel
 from ._ranks import step_is_over
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, modules_of, replayed
 from ._uncompiled import run_as_it_is
@@ -59,12 +62,14 @@ def reentrant(
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     region = _Region(function, spec, leaves, slot, options)
     anchor = torch.empty(0, requires_grad=True)
-    outputs = _Reentrant.apply(region, phase, anchor, *tensors)  # type: ignore[no-untyped-call]
+    with _NO_CONTEXT if region.parcel is None or isinstance(thread.run, TorchRun) else region.parcel.inputs():
+        outputs = _Reentrant.apply(region, phase, anchor, *tensors)  # type: ignore[no-untyped-call]
     given = iter(outputs)
     return unflatten(region.output_spec, (next(given) if leaf is _TENSOR else leaf for leaf in region.output_leaves))
 
 
 _TENSOR = object()
+_retains: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 _NO_CONTEXT = contextlib.nullcontext()
 
 
@@ -72,8 +77,8 @@ class _Region:
     """What both directions need, but for the tensors, which autograd keeps."""
 
     __slots__ = (
-        "__weakref__", "ambient", "crowded", "function", "generators", "leaves", "located", "output_leaves",
-        "output_spec", "slot", "spec", "trace",
+        "__weakref__", "ambient", "buffers", "crowded", "function", "generators", "leaves", "located", "outermost",
+        "output_leaves", "output_spec", "parcel", "slot", "spec", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -83,8 +88,11 @@ class _Region:
         self.leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.generators = Generators(generators_of(function, leaves)) if options.preserve_rng_state else None
         self.ambient = Ambient()
+        self.buffers = Buffers.of(function, leaves)
+        self.parcel = None if options.offload is None else Parcel(options.offload)
         self.crowded = False
         self.located = is_told(thread.run)
+        self.outermost = True  # of the regions of this engine
         self.trace = Trace(False, self.located)
         self.output_spec: Spec
         self.output_leaves: list[Any] = []
@@ -97,9 +105,19 @@ class _Region:
         visit = Visit(self.generators)
         try:
             with torch.enable_grad(), saved_tensors_hooks(partial(_drop, self), _refuse):
-                leaves = self._run(TorchRun(phase, self.slot, self.trace, self.generators, thread.run), tensors)
+                run = TorchRun(phase, self.slot, self.trace, self.generators, thread.run)
+                self.outermost, run.own_graph = not run.own_graph, True
+                run.observe(self.buffers)
+                if self.parcel is not None:
+                    run.plan, run.parcel = self.parcel.plan, self.parcel
+                leaves = self._run(run, tensors)
         finally:
             self.crowded = visit.end()
+        if self.buffers is not None:
+            self.buffers.settle()
+        self.parcel = run.parcel
+        if self.slot.rows is not None and not isinstance(thread.run, TorchRun):
+            forget_with(self, self.slot)
         if self.generators and self.generators.missed():
             raise started_inside(self.slot.label)
         return leaves
@@ -119,12 +137,16 @@ class _Region:
         kept = generators.now() if generators else []
         visit = Visit(generators)
         run = TorchRun(Phase.RECOMPUTE, self.slot, trace, generators)
+        run.own_graph = True
         hooks = (
             saved_tensors_hooks(partial(_note, self.slot, trace), _unnote) if self.trace.told_at >= 0 else _NO_CONTEXT
         )
         try:
-            with torch.enable_grad(), self.ambient.restored(), hooks, watch or _NO_CONTEXT:
-                run.restore_state(generators.start if generators else None)
+            run.observe(self.buffers)
+            run.knowing = self.trace.told_at >= 0
+            buffers = copies(self.buffers, self.slot.label, run.knowing)
+            with torch.enable_grad(), self.ambient.restored(), buffers, hooks, watch or _NO_CONTEXT:
+                run.draw_from(generators.start if generators else None)
                 leaves = self._run(run, tensors)
             relaid = other_layout(self.trace, trace)
             if relaid is not None and run.drew():
@@ -178,6 +200,8 @@ class _Reentrant(torch.autograd.Function):
                     "use the default engine (use_reentrant=False).",
                 )
             )
+        if region.parcel is not None:
+            region.parcel.arrive()
         tensors = tuple(t.detach().requires_grad_(t.requires_grad) for t in ctx.saved_tensors)
         leaves = region.replay(tensors)
         outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -195,6 +219,8 @@ class _Reentrant(torch.autograd.Function):
         ]
         if with_grad:
             torch.autograd.backward([out for out, _ in with_grad], [grad for _, grad in with_grad])
+        if region.outermost and not _retains():
+            release(region.slot)
         return (None, None, None, *(tensor.grad for tensor in tensors))
 
 

@@ -185,12 +185,20 @@ def default_generators() -> tuple[torch.Generator, ...]:
     return (*_CPU_ONLY, *backend.default_generators)
 
 
+_MOST_SEARCHED = 256
+"""Longer containers hold data, not layers."""
+
+
 def modules_of(function: Any, leaves: Iterable[Any]) -> Iterator[torch.nn.Module]:
-    """The modules that a call can reach: itself, its bound object, its partial and closure, its arguments."""
+    """The modules that a call can reach.
+
+    They are itself, its bound object, its partial, its closure, modules among the globals that it names, its arguments,
+    and what of these is in a list, tuple or dict.
+    """
     waiting, seen = [function, *leaves], set()
     while waiting:
         found = waiting.pop()
-        if id(found) in seen:
+        if type(found) is torch.Tensor or id(found) in seen:
             continue
         seen.add(id(found))
         if isinstance(found, torch.nn.Module):
@@ -203,6 +211,12 @@ def modules_of(function: Any, leaves: Iterable[Any]) -> Iterator[torch.nn.Module
             for cell in found.__closure__ or ():
                 with contextlib.suppress(ValueError):  # a cell that is not filled yet
                     waiting.append(cell.cell_contents)
+            for name in found.__code__.co_names:
+                value = found.__globals__.get(name)
+                if isinstance(value, torch.nn.Module):
+                    waiting.append(value)
+        elif isinstance(found, (list, tuple, dict)) and len(found) <= _MOST_SEARCHED:
+            waiting += found.values() if isinstance(found, dict) else found
 
 
 _Setting = tuple[Callable[[], Any], Callable[[Any], Any]]

@@ -16,7 +16,7 @@ from roundpipe_core._phase import Run, thread
 from roundpipe_core._trees import flatten, paths
 
 from ._backend import differing_rows
-from ._state import Generators, modules_of
+from ._state import Generators
 
 __all__ = ["Audit"]
 
@@ -31,8 +31,7 @@ _TOLERANCES = {  # relative, absolute: what the same operations may differ by wh
 class Audit:
     """A run of the region as a plain recompute would be: it decides again, and its decisions are compared.
 
-    `run` is in the phase for it. The modules' buffers are put back afterwards, so that state moved in forward does not
-    move once more.
+    `run` is in the phase for it.
     """
 
     def __init__(
@@ -44,8 +43,6 @@ class Audit:
         generators: Generators | None,
     ) -> None:
         slot = self._slot = run.slot
-        buffers = [b for module in modules_of(function, (*args, *kwargs.values())) for b in module.buffers()]
-        kept = [buffer.clone() for buffer in buffers]
         if generators:
             generators.set(generators.start)
         outer = thread.run
@@ -59,10 +56,6 @@ class Audit:
                     thread.run = outer
         except Exception as error:  # the flipped decision may not even fit the code
             failed.append(Flip(slot.label, f"a plain recompute fails ({type(error).__name__}: {error})", 1, 1, 0))
-        finally:
-            with torch.no_grad():
-                for buffer, before in zip(buffers, kept, strict=True):
-                    buffer.copy_(before)
         self.flips = [*run.flips, *failed]
 
     @staticmethod

@@ -63,11 +63,13 @@ def test_public_names() -> None:
         "diff",
         "doing_recompute",
         "get_recompute_data",
+        "keep",
         "layer_scope",
         "recompute_once",
         "record",
         "replay",
         "save_for_recompute",
+        "update_once",
     ]
 
 

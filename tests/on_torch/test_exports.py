@@ -6,6 +6,7 @@ import roundpipe_torch
 OWN = {
     "CheckpointMismatchError",
     "CompileError",
+    "Offload",
     "checkpoint",
     "checkpoint_sequential",
     "exchange",

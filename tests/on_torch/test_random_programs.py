@@ -2,7 +2,7 @@
 
 A program is a list of instructions over a growing list of 4 x 4 tensors. Decisions come from a generator of their own,
 so that a second decision would differ. Beside the common instructions there is junk that one phase alone runs, kept
-alive or not, and regions inside.
+alive or not, regions inside, and parts that are kept.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from roundpipe_torch import (
     checkpoint,
     doing_recompute,
     get_recompute_data,
+    keep,
     layer_scope,
     recompute_once,
     remat,
@@ -28,7 +29,20 @@ from roundpipe_torch import (
 D = 4
 UNARY = [torch.tanh, torch.exp, torch.sin, torch.sigmoid, lambda t: t * t, lambda t: t.softmax(-1), lambda t: t.t() * 2]
 BINARY = [torch.add, torch.mul, lambda a, b: a @ b / 4, lambda a, b: torch.where(a.detach() > 0, a, b)]
-KINDS = ["unary", "binary", "weight", "dropout", "in place", "decide", "region", "junk", "sort", "branch", "list"]
+KINDS = [
+    "unary",
+    "binary",
+    "weight",
+    "dropout",
+    "in place",
+    "decide",
+    "region",
+    "junk",
+    "sort",
+    "branch",
+    "list",
+    "keep",
+]
 
 
 def program(rng: random.Random, depth: int = 0) -> list:
@@ -38,6 +52,10 @@ def program(rng: random.Random, depth: int = 0) -> list:
         if kind == "region":
             if depth < 3:
                 steps.append((kind, program(rng, depth + 1), rng.choice(["checkpoint", "remat", "reentrant"])))
+            continue
+        if kind == "keep":
+            if depth < 3:
+                steps.append((kind, program(rng, depth + 1), rng.randrange(100)))
             continue
         detail = {
             "decide": lambda: rng.choice(["branch", "returned", "once"]),
@@ -93,6 +111,8 @@ class Machine:
     def step(self, values: list, kind: str, one, other, detail=None):
         if kind == "region":
             return self.call(other, one, values[-1])
+        if kind == "keep":
+            return keep(self.run, one, values[other % len(values)])
         a, b = values[-1 - one % min(2, len(values))], values[other % len(values)]
         if kind == "unary":
             return UNARY[other % len(UNARY)](a)
