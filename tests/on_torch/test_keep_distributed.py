@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from roundpipe_torch import checkpoint, keep
 from tests.on_torch.oracle import Counted, Source, leaf, plain, reentrant, same
-from tests.on_torch.test_distributed import RANKS, D, Ranks, T, dist
+from tests.on_torch.ranks import RANKS
 
+T, D = 16, 8
 WAYS = {"default": checkpoint, "reentrant": reentrant}
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    ranks = Ranks()
-    yield ranks
-    ranks.stop()
 
 
 class Block(torch.nn.Module):

@@ -93,9 +93,17 @@ def test_lightning(tmp_path, accumulate):
 # Accelerate
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_accelerate(accumulate, tmp_path):
+@pytest.fixture
+def accelerate():
+    """Without the state that it keeps for the process: a Trainer of another test leaves some too."""
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    yield accelerate
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_accelerate(accelerate, accumulate, tmp_path):
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     try:
         net, losses = checkpointed(), []
@@ -115,9 +123,8 @@ def test_accelerate(accumulate, tmp_path):
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_accelerate_mixed_precision():
+def test_accelerate_mixed_precision(accelerate):
     """Accelerate puts a forward of its own, with autocast, on the instance."""
-    accelerate = pytest.importorskip("accelerate")
 
     def run(net):
         accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
