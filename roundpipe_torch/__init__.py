@@ -35,6 +35,7 @@ from ._errors import CheckpointMismatchError
 from ._exchange import exchange, from_dlpack
 from ._modules import remat
 from ._offload import Offload
+from ._usage import LayerUsage, Usage, usage
 
 __all__ = [
     "CheckpointMismatchError",
@@ -42,6 +43,7 @@ __all__ = [
     "ExchangeReport",
     "Flip",
     "GradientError",
+    "LayerUsage",
     "MismatchError",
     "MutationError",
     "Offload",
@@ -53,6 +55,7 @@ __all__ = [
     "Tape",
     "TapeEntry",
     "TapeError",
+    "Usage",
     "VerifyError",
     "VerifyWarning",
     "__version__",
@@ -71,4 +74,5 @@ __all__ = [
     "replay",
     "save_for_recompute",
     "update_once",
+    "usage",
 ]

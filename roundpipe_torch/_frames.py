@@ -42,6 +42,7 @@ from ._keep import keep
 from ._matching import Leaf, Pairs, Trace, match, match_aligned, node_count, node_names, region_codes
 from ._offload import MOVED, Moved, Offload, Parcel
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replayed
+from ._usage import held
 from ._verify import Audit
 
 __all__ = ["Frame", "Options", "TorchRun", "is_told"]
@@ -283,6 +284,8 @@ class Frame:
         if not self._verified and phase is Phase.FORWARD:
             self._outputs = Audit.copy(outputs)
         self.returned = True
+        if not isinstance(outer, TorchRun):
+            held(self.slot, (*args, *kwargs.values()), self._parcel)
         return outputs
 
     def _pack(self, tensor: torch.Tensor) -> Holder:

@@ -29,6 +29,7 @@ from ._keep import release
 from ._matching import Trace, other_layout, region_codes
 from ._offload import Parcel
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replayed
+from ._usage import held
 
 __all__ = ["reentrant"]
 
@@ -108,6 +109,8 @@ class _Region:
         self.parcel = run.parcel
         if self.generators and self.generators.missed():
             raise started_inside(self.slot.label)
+        if self.outermost:
+            held(self.slot, tensors, self.parcel)
         return leaves
 
     def replay(self, tensors: tuple[torch.Tensor, ...]) -> list[Any]:
