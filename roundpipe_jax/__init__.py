@@ -4,6 +4,7 @@ The functions that layers call are those of `roundpipe_core` (R14).
 """
 
 from roundpipe_core import (
+    Difference,
     ExchangeError,
     ExchangeReport,
     Flip,
@@ -16,11 +17,13 @@ from roundpipe_core import (
     RoundPipeError,
     SlotError,
     Tape,
+    TapeDiff,
     TapeEntry,
     TapeError,
     VerifyError,
     VerifyWarning,
     __version__,
+    diff,
     doing_recompute,
     get_recompute_data,
     keep,
@@ -42,6 +45,7 @@ from ._remat import checkpoint, remat
 from ._runs import saved_outside
 
 __all__ = [
+    "Difference",
     "ExchangeError",
     "ExchangeReport",
     "Explanation",
@@ -56,12 +60,14 @@ __all__ = [
     "RoundPipeError",
     "SlotError",
     "Tape",
+    "TapeDiff",
     "TapeEntry",
     "TapeError",
     "VerifyError",
     "VerifyWarning",
     "__version__",
     "checkpoint",
+    "diff",
     "doing_recompute",
     "exchange",
     "explain",

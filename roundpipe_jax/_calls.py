@@ -22,16 +22,17 @@ import jax
 
 from roundpipe_core._errors import MismatchError, OptionError, message
 from roundpipe_core._phase import Phase, open_slot, thread
-from roundpipe_core._slots import Slot, label_of
+from roundpipe_core._slots import Slot, label_of, where
 
 from . import _arguments
 from ._explain import note
 from ._identity import codes
-from ._jax import is_float, is_remat3, is_tracer, trace_state
+from ._jax import is_about_forward_mode, is_float, is_remat3, is_tracer, trace_state
 from ._packing import Held, Split, Template, in_jax, split
 from ._policies import check_matches, with_tags
+from ._refusals import Refusals
 from ._regions import CheckpointLane, ResidualLane
-from ._runs import JaxRun, NeedsFreshTraces, NeedsTags, NeedsTangents, execute, is_abstract, stop_gradients
+from ._runs import JaxRun, Journal, NeedsFreshTraces, NeedsTags, NeedsTangents, execute, is_abstract, stop_gradients
 from ._staging import Program, hint, hinted, memory, stage
 from ._tags import lead_through_tags
 from ._verify import verified
@@ -94,7 +95,7 @@ class Layer(NamedTuple):
                 hint("fresh", self.kind)
         return attempt(True)
 
-    def forward(self, arrays: Sequence[Any], slot: Slot, *, fresh: bool, **options: bool) -> tuple[Any, JaxRun]:
+    def forward(self, arrays: Sequence[Any], slot: Slot, *, fresh: bool, **options: Any) -> tuple[Any, JaxRun]:
         """The value of the forward, and the run it was."""
         run = JaxRun(Phase.FORWARD, slot, fresh=fresh, **options)
         return execute(run, lambda: self.apply(arrays)), run
@@ -108,9 +109,9 @@ class Layer(NamedTuple):
         template = Template(run.slot, saved)
         return outputs, saved, Held(Forward(shape, template, run.asked))
 
-    def tagged_program(self, *arrays: Any) -> tuple[list[Any], Held]:
+    def tagged_program(self, *arrays: Any, journal: Journal | None = None) -> tuple[list[Any], Held]:
         """To be traced: outputs, `Forward`; what is saved is named in the program."""
-        value, run = self.forward(arrays, Slot(self.label), fresh=True, tags=True)
+        value, run = self.forward(arrays, Slot(self.label), fresh=True, tags=True, journal=journal)
         outputs, shape = split(value)
         return outputs, Held(Forward(shape, Template(Slot(self.label), []), run.asked))
 
@@ -165,6 +166,13 @@ class Call:
             return None
         return memory(self.fun, trace_state() if any(map(is_abstract, self.arrays)) else None)
 
+    @property
+    def refusals(self) -> Refusals:
+        """How this layer says what its mode cannot do."""
+        code = codes(self.fun)[0]
+        place = where((code.co_filename, code.co_firstlineno)) if code is not None else None
+        return Refusals(label_of(self.label), place)
+
     def result(self) -> Any:
         """What the layer returns."""
         outer = thread.run
@@ -176,8 +184,8 @@ class Call:
         if not isinstance(outer, JaxRun) or outer.phase is Phase.OFF:
             return self._outermost(slot)
         if outer.tags:
-            return self._tagged(inside=True)
-        run = JaxRun(phase, slot, home=outer.home, fresh=outer.fresh, cut=outer.cut, names=outer.names)
+            return self._tagged(outer.journal, inside=True)
+        run = outer.inside(slot)
         value = execute(run, lambda: self.layer.apply(self.arrays))
         outer.asked = outer.asked or run.asked
         return value
@@ -186,6 +194,8 @@ class Call:
 
     def _outermost(self, slot: Slot) -> Any:
         references = any(isinstance(array, jax.Ref) for array in self.arrays)  # no derivative rule takes them
+        if references and self.options.mode == "custom_vjp":
+            raise self.refusals.reference()
         if references:
             return self._tagged()
         if self.options.mode != "custom_vjp" and hinted("tags", self.layer.kind):
@@ -195,9 +205,17 @@ class Call:
                 hint("tags", self.layer.kind, holds=False)
         try:
             return self._staged() if any(map(is_abstract, self.arrays)) else self._at_once(slot)
-        except NeedsTags:
+        except NeedsTags as needs:
+            given_up = needs
+        try:
             hint("tags", self.layer.kind)
-        return self._tagged()
+            return self._tagged(given_up.journal)
+        except (MismatchError, OptionError):
+            hint("tags", self.layer.kind, holds=False)
+            if not given_up.or_fresh:
+                raise
+        hint("fresh", self.layer.kind)
+        return self._at_once(slot)
 
     def _at_once(self, slot: Slot) -> Any:
         # Tangents in the forward serve only the probes on saved floats (R5). A layer that saved none last time
@@ -224,7 +242,7 @@ class Call:
         def attempt(fresh: bool) -> Any:
             slot.entries.clear()
             slot.children.clear()
-            return self.layer.forward(arrays, slot, fresh=fresh, cut=cut)[0]
+            return self.layer.forward(arrays, slot, fresh=fresh, cut=cut, journal=Journal())[0]
 
         return self.layer.started(attempt)
 
@@ -272,17 +290,10 @@ class Call:
         consts = forward.consts if forward is not None else []
         try:
             result = lane(outputs, saved, inputs, consts)
-        except (TypeError, NotImplementedError) as error:
-            if self.options.mode != "custom_vjp" or not _is_about_forward_mode(error):
+        except (TypeError, NotImplementedError) as error:  # by JAX, before our own refusal is computed
+            if self.options.mode != "custom_vjp" or not is_about_forward_mode(error):
                 raise
-            raise OptionError(
-                message(
-                    f'layer {label_of(self.label)!r}: mode="custom_vjp" has no forward-mode derivative '
-                    "(jvp, linearize, jacfwd, hessian).",
-                    [],
-                    'use mode="checkpoint", the default.',
-                )
-            ) from error
+            raise self.refusals.forward_mode() from error
         return shape.join(result)
 
     def _recomputed(self, shape: Split, saved: list[Any], template: Template) -> Program:
@@ -309,8 +320,11 @@ class Call:
         key = (self.options.mode, id(policy), self.barrier, id(forward and forward.jaxpr), id(program.jaxpr))
         lane = found.made.get(key)
         if lane is None:
-            kind = ResidualLane if self.options.mode == "custom_vjp" else CheckpointLane
-            lane = kind(program.pruned(), forward=forward, slots=slots, barrier=self.barrier, policy=policy)
+            options = {"forward": forward, "slots": slots, "barrier": self.barrier, "policy": policy}
+            if self.options.mode == "custom_vjp":
+                lane = ResidualLane(program.pruned(), refusals=self.refusals, **options)
+            else:
+                lane = CheckpointLane(program.pruned(), **options)
             found.made[key] = lane
         return lane
 
@@ -318,18 +332,11 @@ class Call:
         """Exactly `jax.checkpoint`: the layer knows nothing of phases."""
         return found.shape.join(self._checkpointed(program, found, program, self.options.policy))
 
-    def _tagged(self, inside: bool = False) -> Any:
+    def _tagged(self, journal: Journal | None = None, inside: bool = False) -> Any:
         if self.options.mode == "custom_vjp" and not inside:  # inside another, the lane is that one's
-            raise OptionError(
-                message(
-                    f'layer {label_of(self.label)!r}: mode="custom_vjp" cannot keep what is saved inside a scan, cond, '
-                    "vmap, while or jitted function of the layer.",
-                    [],
-                    'use mode="checkpoint", the default, or save outside the inner function.',
-                )
-            )
+            raise self.refusals.inner_save()
         try:
-            program = self._program("tagged", Layer.tagged_program, self.arrays)
+            program = self._tagged_program(journal)
         except _LOOKED as error:
             if any(map(is_abstract, self.arrays)):
                 raise  # nothing could have looked at these
@@ -343,15 +350,21 @@ class Call:
                 )
             ) from error
         found: Forward = program.out[1].value
-        led = self._led(program, found)
+        led = self._led(program, found, journal)
         return found.shape.join(self._checkpointed(program, found, led, with_tags(self.options.policy)))
 
-    def _led(self, program: Program, found: Forward) -> Program:
-        """The program in which every use of a saved value reads its name."""
+    def _tagged_program(self, journal: Journal | None) -> Program:
+        if journal is None:
+            return self._program("tagged", Layer.tagged_program, self.arrays)
+        return stage(functools.partial(self.layer.tagged_program, journal=journal), self.arrays)  # of this call alone
+
+    def _led(self, program: Program, found: Forward, journal: Journal | None = None) -> Program:
+        """The program in which every use of a saved value reads its name, or what was decided before."""
         led: Program | None = found.made.get("led")
         if led is None:
-            led = program._replace(jaxpr=lead_through_tags(program.jaxpr, label_of(self.label)))
-            found.made["led"] = led
+            decided = journal.decided if journal is not None else {}
+            led = program._replace(jaxpr=lead_through_tags(program.jaxpr, label_of(self.label), decided))
+            led = found.made["led"] = led.pruned() if decided else led
         return led
 
     def _checkpointed(self, program: Program, found: Forward, led: Program, policy: Any) -> list[Any]:
@@ -363,9 +376,9 @@ class Call:
             if isinstance(barrier, tuple):
                 barrier = (False, list(barrier))
             made = found.made[key] = jax.checkpoint(led.run, policy=policy, prevent_cse=barrier)
-        inputs = [*program.consts, *self.arrays]
+        inputs = [*led.consts, *self.arrays]
         if thread.run is None:
-            count, policy = len(program.consts), self.options.policy
+            count, policy = len(led.consts), self.options.policy
             note(
                 label_of(self.label),
                 lambda _, values: led.run(values[:count], values[count:]),
@@ -374,7 +387,7 @@ class Call:
                 policy,
                 tags=led is not program,
             )
-        result: list[Any] = made(program.consts, self.arrays)
+        result: list[Any] = made(led.consts, self.arrays)
         return result
 
     # ------------------------------------------------------------------- inside the recompute of another
@@ -422,12 +435,6 @@ def _named(function: Callable[..., Any], like: Any) -> Callable[..., Any]:
 
     named.__name__ = getattr(like, "__name__", "layer")
     return named
-
-
-def _is_about_forward_mode(error: Exception) -> bool:
-    if isinstance(error, NotImplementedError):  # under JAX_CUSTOM_VJP3
-        return not str(error) or "CustomVJP" in str(error)
-    return "forward-mode" in str(error)
 
 
 def _check_agreement(layer: str, outputs: Sequence[Any], shape: Split, again: Sequence[Any], other: Split) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -9,13 +11,16 @@ import jax.ad_checkpoint
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Var
+from jax.extend.core import Primitive, Var
+from jax.interpreters import ad, batching, mlir
 
 __all__ = [
+    "behind",
     "cannot_name",
     "concrete_value",
     "default_platform",
     "fresh_var",
+    "is_about_forward_mode",
     "is_float",
     "is_numpy",
     "is_remat3",
@@ -24,6 +29,7 @@ __all__ = [
     "named",
     "optimization_barrier",
     "replaced",
+    "reverse_only",
     "scan_sizes",
     "struct",
     "trace_state",
@@ -65,6 +71,16 @@ def is_tracer(value: Any) -> bool:
 def concrete_value(tracer: Any) -> Any:
     """The array that a tracer stands for, or None if it stands for no particular one."""
     return tracer.to_concrete_value()
+
+
+def behind(tracer: Any) -> Any:
+    """The array that a tracer computes with, batched as it is; a tracer still if nothing is computed yet."""
+    while is_tracer(tracer):
+        inner = getattr(tracer, "val", getattr(tracer, "primal", None))  # of vmap; of jvp and linearize
+        if inner is None:
+            return tracer
+        tracer = inner
+    return tracer
 
 
 def default_platform() -> str:
@@ -130,6 +146,40 @@ def replaced(part: _T, **parts: Any) -> _T:
 def fresh_var(like: Var) -> Var:
     """A new variable of a program."""
     return Var(like.aval)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def reverse_only(refusal: Callable[[], Exception], value: Any) -> Any:
+    """`value`, whose derivative raises `refusal()` where it is computed forward. Reverse mode only transposes it.
+
+    Derivatives of the derivative are not concerned.
+    """
+    return value
+
+
+@reverse_only.defjvp
+def _reverse_only_rule(refusal: Any, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    return primals[0], _tangent.bind(*tangents, refusal=refusal)
+
+
+def _refuse(*_: Any, refusal: Callable[[], Exception], **__: Any) -> Any:
+    raise refusal()
+
+
+_tangent: Any = Primitive("reverse_only")
+_tangent.def_impl(_refuse)
+_tangent.def_abstract_eval(lambda value, **_: value)
+_rules: Any = (ad, batching, mlir)
+_rules[0].deflinear2(_tangent, lambda dot, *_, **__: [dot])
+_rules[1].primitive_batchers[_tangent] = lambda values, dims, **params: (_tangent.bind(*values, **params), dims[0])
+_rules[2].register_lowering(_tangent, _refuse)
+
+
+def is_about_forward_mode(error: Exception) -> bool:
+    """Whether JAX says that a function with a `custom_vjp` rule has no other rule."""
+    if isinstance(error, NotImplementedError):  # under JAX_CUSTOM_VJP3
+        return not str(error) or "CustomVJP" in str(error)
+    return "forward-mode" in str(error)
 
 
 def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:

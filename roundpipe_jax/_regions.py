@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from ._jax import is_float, is_remat3, optimization_barrier
+from ._jax import is_float, is_remat3, optimization_barrier, reverse_only
+from ._refusals import Refusals
 from ._staging import Program
 
 __all__ = ["CheckpointLane", "ResidualLane"]
@@ -165,6 +166,10 @@ def _left_value_right_tangent_jvp(primals: Any, tangents: Any) -> Any:
 class ResidualLane(_Lane):
     """Residual passing. The residuals are exactly (inputs, slot)."""
 
+    def __init__(self, program: Program, *, refusals: Refusals, **options: Any) -> None:
+        super().__init__(program, **options)
+        self.refusals = refusals
+
     def __call__(self, outputs: _Arrays, slot: _Arrays, inputs: _Arrays, forward_consts: _Arrays = ()) -> list[Any]:
         needed = [is_float(value) for value in outputs]
         captured = len(forward_consts)
@@ -191,8 +196,11 @@ class ResidualLane(_Lane):
                 return [out for out, flag in zip(outs, needed, strict=True) if flag]
 
             chosen = [value for value, flag in zip(inputs, flags, strict=True) if flag]
-            _, pull = jax.vjp(of_the_floating, *chosen)
-            given = iter(pull(dots))
+            try:
+                _, pull = jax.vjp(of_the_floating, *chosen)
+                given = iter(pull(dots))
+            except NameError as error:
+                raise self.refusals.collective(error) from error
             return (
                 [None] * len(needed),
                 [None] * len(slot),
@@ -202,7 +210,8 @@ class ResidualLane(_Lane):
 
         operation = jax.custom_vjp(lambda outputs, slot, inputs, consts: outputs)
         operation.defvjp(forward, backward, symbolic_zeros=True)
-        result: list[Any] = operation(list(outputs), list(slot), list(inputs), list(forward_consts))
+        once = [reverse_only(self.refusals.forward_mode, value) if is_float(value) else value for value in inputs]
+        result: list[Any] = operation(list(outputs), list(slot), once, list(forward_consts))
         return result
 
 

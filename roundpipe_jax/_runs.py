@@ -3,7 +3,8 @@
 A value saved while a layer is traced is a tracer, and a tracer is good only in the trace that made it. A run
 therefore knows its *home*, the trace the region was called in. Saving at home fills the slot. Saving inside an
 inner trace (a scan body, a branch of a cond, a jitted function) raises `NeedsTags`, and the region starts over in
-a form where a save is a named value of the program and not an entry in a Python slot.
+a form where a save is a named value of the program and not an entry in a Python slot. What was decided until then,
+where there were values, goes along in a `Journal`.
 """
 
 from __future__ import annotations
@@ -19,14 +20,25 @@ from jax.custom_derivatives import SymbolicZero
 from roundpipe_core._backend import expand
 from roundpipe_core._errors import GradientError, message
 from roundpipe_core._phase import Phase, Run, thread
-from roundpipe_core._slots import Key, Place, Slot, spoken, where
+from roundpipe_core._slots import Entry, Key, Place, Slot, spoken, where
 from roundpipe_core._trees import Spec, flatten, paths, unflatten
 
-from ._jax import cannot_name, concrete_value, is_float, is_running, is_tracer, named, trace_state, user_context
+from ._jax import (
+    behind,
+    cannot_name,
+    concrete_value,
+    is_float,
+    is_running,
+    is_tracer,
+    named,
+    trace_state,
+    user_context,
+)
 
 __all__ = [
     "SAVED",
     "JaxRun",
+    "Journal",
     "NeedsFreshTraces",
     "NeedsTags",
     "NeedsTangents",
@@ -44,8 +56,48 @@ SAVED = "roundpipe_saved"
 _traced_for = user_context()
 
 
+class Journal:
+    """What an attempt decided on values before it was given up. The next one decides none of it again (R8)."""
+
+    def __init__(self) -> None:
+        self.decided: dict[str, Any] = {}  # array by the name that the next attempt gives it in its program
+        self._entries: list[tuple[Key, Entry]] = []
+        self._read = 0
+
+    def add(self, key: Key, entry: Entry) -> None:
+        """The next decision."""
+        self._entries.append((key, entry))
+
+    def next(self, key: Key, place: Place | None) -> Entry | None:
+        """What was decided at the point where the layer's code is again, if it went the same way."""
+        if self._read >= len(self._entries):
+            return None
+        known, entry = self._entries[self._read]
+        if (known, entry.place) != (key, place or _NO_PLACE):
+            self._read = len(self._entries)
+            return None
+        self._read += 1
+        return entry
+
+    def named(self, value: Any, made: Any) -> Any:
+        """`value` under a name by which it is found in the program, where `made` takes its place."""
+        name = f"{SAVED} {len(self.decided)}"
+        self.decided[name] = made
+        return named(value, name)
+
+
+_NO_PLACE: Place = ("", 0)
+
+
 class NeedsTags(BaseException):
-    """A save inside an inner trace: the region has to be traced once, with tagged values."""
+    """A save inside an inner trace: the region has to be traced once, with tagged values.
+
+    `or_fresh`: traces of its own would do too, for what was saved is static.
+    """
+
+    def __init__(self, journal: Journal | None, or_fresh: bool = False) -> None:
+        super().__init__()
+        self.journal, self.or_fresh = journal, or_fresh
 
 
 class NeedsFreshTraces(BaseException):
@@ -59,7 +111,7 @@ class NeedsTangents(BaseException):
 class JaxRun(Run):
     """One execution of a region's Python code in JAX."""
 
-    __slots__ = ("asked", "cut", "fresh", "home", "names", "tags")
+    __slots__ = ("asked", "cut", "fresh", "home", "journal", "names", "tags")
 
     def __init__(
         self,
@@ -71,6 +123,7 @@ class JaxRun(Run):
         tags: bool = False,
         cut: bool = False,
         names: bool = False,
+        journal: Journal | None = None,
     ) -> None:
         super().__init__(phase, slot)
         self.home = trace_state() if home is None else home
@@ -78,16 +131,33 @@ class JaxRun(Run):
         self.tags = tags
         self.cut = cut  # no tangents in this forward
         self.names = names  # saved values are named in the program, for a checkpoint around this region
+        self.journal = journal  # written by a forward that runs on values, read by one with tags
         self.asked = False  # whether the layer knows its phase: then its phases may differ
+
+    @property
+    def on_values(self) -> bool:
+        """Whether this is a forward whose operations run at once."""
+        return self.journal is not None and not self.tags
+
+    def inside(self, slot: Slot) -> JaxRun:
+        """The run of a region in the forward of this one."""
+        options = {name: getattr(self, name) for name in ("home", "fresh", "tags", "cut", "names", "journal")}
+        return JaxRun(self.phase, slot, **options)
 
     def consulted(self) -> None:
         self.asked = True
-        # An inner function that was traced knowing the phase is cached by JAX. What it learned, or the tracers
-        # it closed over, must not reach another region.
-        if not self.fresh and trace_state() != self.home:
-            if self.phase is Phase.FORWARD and is_running():
-                raise NeedsTags  # under vmap or grad in eager mode, before the decision is made there (R8)
+        if self.fresh or trace_state() == self.home:
+            return
+        if self.phase is Phase.FORWARD and is_running():
+            raise NeedsTags(self.journal)  # under vmap or grad in eager mode, before the decision is made there (R8)
+        if not self.on_values:
+            # An inner function that was traced knowing the phase is cached by JAX. What it learned, or the tracers
+            # it closed over, must not reach another region.
             raise NeedsFreshTraces
+
+    def count(self, key: tuple[Any, ...]) -> int:
+        self._stays_in_python(static=True)
+        return super().count(key)
 
     def save(
         self, data: tuple[Any, ...], name: str | None, place: Place, offload: bool | None = None
@@ -105,14 +175,31 @@ class JaxRun(Run):
         return stop_gradients(values)
 
     def _decide(self, function: Callable[[], T]) -> T:
-        if self.phase is Phase.FORWARD and not self.tags and trace_state() != self.home:
-            raise NeedsTags  # before the decision is made, which happens once (R8)
+        key = (self.scope, None)
+        made = self.journal.next(key, None) if self.journal is not None and self.tags else None
+        if made is not None:
+            earlier: T = made.restore()
+            return earlier
+        if self.phase is Phase.FORWARD:
+            self._stays_in_python(static=False)  # asked before the decision is made, which happens once (R8)
         with _traced_for(Phase.OFF):
             value: T = super()._decide(function)
         if self.phase is not Phase.FORWARD:
             return value
-        prepared: T = self._prepared(value, (self.scope, None), None)
+        prepared: T = self._prepared(value, key, None)
         return prepared
+
+    def _stays_in_python(self, static: bool) -> None:
+        """Start over if JAX's caches would keep what happens here from happening in every call."""
+        if self.tags or trace_state() == self.home:
+            return
+        if not static:
+            raise NeedsTags(self.journal)
+        if self.fresh:
+            return
+        if self.on_values:
+            raise NeedsTags(self.journal, or_fresh=True)
+        raise NeedsFreshTraces
 
     def _prepared(self, data: Any, key: Key, place: Place | None) -> Any:
         """`data` as the layer shall see it after the save: probed for tangents, and tagged where tags are used."""
@@ -124,19 +211,34 @@ class JaxRun(Run):
         if self.cut and place is not None and any(isinstance(leaf, jax.Array) and is_float(leaf) for leaf in leaves):
             raise NeedsTangents
         tracers = [n for n, leaf in enumerate(leaves) if is_tracer(leaf)]
-        if not tracers:
-            return data
-        away = trace_state() != self.home
-        if away and not self.tags:
-            raise NeedsTags
-        if away and place is not None:
+        if self.tags and tracers and place is not None and trace_state() != self.home:
             self._forget_earlier_trace(key, place)
         for n in tracers:
             if place is not None and is_float(leaves[n]):
                 leaves[n] = _probe(_Fault(self.slot, key, spec, n, place), leaves[n])
-            if self.tags or self.names:
+        if self.on_values:
+            self._into_journal(key, place, spec, leaves)
+        self._stays_in_python(static=not tracers)
+        if self.tags and self.journal is not None:
+            self._out_of_journal(key, place, leaves)
+        if self.tags or self.names:
+            for n in tracers:
                 leaves[n] = named(leaves[n], SAVED)
-        return unflatten(spec, iter(leaves))
+        return unflatten(spec, iter(leaves)) if tracers else data
+
+    def _into_journal(self, key: Key, place: Place | None, spec: Spec, leaves: list[Any]) -> None:
+        assert self.journal is not None
+        if trace_state() != self.home and not is_running():
+            return  # only traced, and not decided yet
+        data = unflatten(spec, (behind(leaf) if is_tracer(leaf) else leaf for leaf in leaves))
+        self.journal.add(key, Entry(self.slot.label, key, data, place or _NO_PLACE))
+
+    def _out_of_journal(self, key: Key, place: Place | None, leaves: list[Any]) -> None:
+        assert self.journal is not None
+        entry = self.journal.next(key, place)
+        for n, made in enumerate(entry.leaves if entry is not None else ()):
+            if n < len(leaves) and is_tracer(leaves[n]) and isinstance(made, jax.Array) and not is_tracer(made):
+                leaves[n] = self.journal.named(leaves[n], made)
 
     def _forget_earlier_trace(self, key: Key, place: Place) -> None:
         # An inner function may be traced at several points of the layer, and whether it is depends on JAX's caches.
@@ -148,7 +250,9 @@ class JaxRun(Run):
 
 def execute(run: JaxRun, call: Callable[[], T]) -> T:
     """`call()` as the code of `run` (R1, R11)."""
-    with _traced_for((run.phase, object()) if run.fresh else run.phase):
+    # Code that ran on values may have asked for its phase in a jitted function and have an answer. A trace for later
+    # has to learn that it was asked, and so does not share JAX's cache with it.
+    with _traced_for((run.phase, object() if run.fresh else run.on_values)):
         before = thread.run
         thread.run = run
         try:

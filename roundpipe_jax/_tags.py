@@ -6,12 +6,12 @@ that name: per iteration in a scan, per branch in a cond, and batched under vmap
 
 The layer's code after the save may still use the untagged value, as the pattern `if doing_recompute(): ... else: ...`
 does. `lead_through_tags` moves each tag to where its value is made and lets every use read the tag, so that the
-recompute needs no second decision.
+recompute needs no second decision. What an earlier attempt decided already stands in the program as a constant.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from ._runs import SAVED
 
 __all__ = ["lead_through_tags", "name_of", "names_in", "subprograms"]
 
+_NOTHING: Mapping[str, Any] = {}
 _OUTER_OPERANDS = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint")
 _NO_RULE = {
     "custom_jvp_call": "a function with a custom_jvp rule",
@@ -67,19 +68,25 @@ def names_in(jaxpr: Jaxpr) -> set[str]:
     return found
 
 
-def lead_through_tags(closed: ClosedJaxpr, layer: str) -> ClosedJaxpr:
-    """The same program, in which every use of a saved value reads its tag."""
+def lead_through_tags(closed: ClosedJaxpr, layer: str, decided: Mapping[str, Any] = _NOTHING) -> ClosedJaxpr:
+    """The same program, in which every use of a saved value reads its tag.
+
+    Or reads the array in `decided`, under the name that leads to the tag, if the value was made before.
+    """
     if SAVED not in names_in(closed.jaxpr):
         return closed
-    jaxpr, _ = _Rewriter(layer).program(closed.jaxpr)
-    return ClosedJaxpr(jaxpr, closed.consts)
+    rewriter = _Rewriter(layer, decided)
+    jaxpr, _ = rewriter.program(closed.jaxpr, outermost=True)
+    constvars = [*jaxpr.constvars, *rewriter.constants]
+    return ClosedJaxpr(replaced(jaxpr, constvars=constvars), [*closed.consts, *rewriter.constants.values()])
 
 
 class _Rewriter:
-    def __init__(self, layer: str) -> None:
-        self.layer = layer
+    def __init__(self, layer: str, decided: Mapping[str, Any]) -> None:
+        self.layer, self.decided = layer, decided
+        self.constants: dict[Var, Any] = {}
 
-    def program(self, jaxpr: Jaxpr) -> tuple[Jaxpr, set[int]]:
+    def program(self, jaxpr: Jaxpr, outermost: bool = False) -> tuple[Jaxpr, set[int]]:
         """The program rewritten, and which of its inputs are saved in it."""
         eqns, wanted = self._inner_first(jaxpr)
         roots = self._roots(eqns)  # saved variable -> the operations that lead from it to its tag
@@ -90,6 +97,8 @@ class _Rewriter:
             return replaced(jaxpr, eqns=eqns), set()
         new: dict[Var, Any] = {}
         moved = {id(eqn) for chain in roots.values() for eqn in chain}
+        if outermost:
+            self._take_decided(roots, new)
         out: list[JaxprEqn] = []
         for var in (*jaxpr.constvars, *jaxpr.invars):
             self._tag(var, roots, new, out)
@@ -102,6 +111,17 @@ class _Rewriter:
         saved = {n for n, var in enumerate(jaxpr.invars) if var in roots}
         outvars = [_read(new, atom) for atom in jaxpr.outvars]
         return replaced(jaxpr, eqns=out, outvars=outvars), saved
+
+    def _take_decided(self, roots: dict[Var, list[JaxprEqn]], new: dict[Var, Any]) -> None:
+        for var, chain in [*roots.items()]:
+            arrays = [self.decided[name] for name in map(name_of, chain) if name is not None and name in self.decided]
+            aval: Any = var.aval
+            if not arrays or (arrays[0].shape, arrays[0].dtype) != (aval.shape, aval.dtype):
+                continue
+            constant = fresh_var(var)
+            self.constants[constant] = arrays[0]
+            new |= dict.fromkeys([var, *(eqn.outvars[0] for eqn in chain)], constant)
+            del roots[var]
 
     def _inner_first(self, jaxpr: Jaxpr) -> tuple[list[JaxprEqn], set[Var]]:
         """The operations with their inner programs rewritten, and the variables that those save from outside."""
@@ -144,7 +164,7 @@ class _Rewriter:
             if name_of(eqn) != SAVED or isinstance(eqn.invars[0], Literal):
                 continue
             chain, var = [eqn], eqn.invars[0]
-            while (before := made_by.get(var)) is not None and _passes_through(before):
+            while (before := made_by.get(var)) is not None and self._passes_through(before):
                 if isinstance(before.invars[0], Literal):
                     break  # a constant: what it passes through is where it is made
                 if name_of(before) != SAVED:
@@ -167,6 +187,14 @@ class _Rewriter:
         for eqn in chain[:-1]:
             new[eqn.outvars[0]] = last
 
+    def _passes_through(self, eqn: JaxprEqn) -> bool:
+        """Whether an operation only marks its operand: a tag, or the probe for tangents (R5)."""
+        name = name_of(eqn)
+        if name == SAVED or name in self.decided:
+            return True
+        call = eqn.params.get("call_jaxpr") if eqn.primitive.name == "custom_jvp_call" else None
+        return call is not None and not call.jaxpr.eqns and len(eqn.invars) == len(eqn.outvars) == 1
+
     def _refused(self, eqn: JaxprEqn) -> MismatchError:
         return MismatchError(
             message(
@@ -183,14 +211,6 @@ def _fresh_tag(var: Var) -> JaxprEqn:
     eqn: JaxprEqn
     [eqn] = jax.make_jaxpr(lambda value: named(value, SAVED))(struct(aval.shape, aval.dtype)).jaxpr.eqns
     return replaced(eqn, invars=[var], outvars=[fresh_var(var)])
-
-
-def _passes_through(eqn: JaxprEqn) -> bool:
-    """Whether an operation only marks its operand: a tag, or the probe for tangents (R5)."""
-    if name_of(eqn) == SAVED:
-        return True
-    call = eqn.params.get("call_jaxpr") if eqn.primitive.name == "custom_jvp_call" else None
-    return call is not None and not call.jaxpr.eqns and len(eqn.invars) == len(eqn.outvars) == 1
 
 
 def _read(new: dict[Var, Any], atom: Any) -> Any:

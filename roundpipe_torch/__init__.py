@@ -1,6 +1,7 @@
 """Activation checkpointing for PyTorch that remembers its decisions."""
 
 from roundpipe_core import (
+    Difference,
     ExchangeError,
     ExchangeReport,
     Flip,
@@ -13,11 +14,13 @@ from roundpipe_core import (
     RoundPipeError,
     SlotError,
     Tape,
+    TapeDiff,
     TapeEntry,
     TapeError,
     VerifyError,
     VerifyWarning,
     __version__,
+    diff,
     doing_recompute,
     get_recompute_data,
     keep,
@@ -39,6 +42,7 @@ from ._usage import LayerUsage, Usage, usage
 
 __all__ = [
     "CheckpointMismatchError",
+    "Difference",
     "ExchangeError",
     "ExchangeReport",
     "Flip",
@@ -53,6 +57,7 @@ __all__ = [
     "RoundPipeError",
     "SlotError",
     "Tape",
+    "TapeDiff",
     "TapeEntry",
     "TapeError",
     "Usage",
@@ -61,6 +66,7 @@ __all__ = [
     "__version__",
     "checkpoint",
     "checkpoint_sequential",
+    "diff",
     "doing_recompute",
     "exchange",
     "from_dlpack",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from roundpipe_core import Tape, replay
 from roundpipe_core._backend import backend_of, expand, numpys, origin_of, register_backend, to_host
@@ -84,9 +85,11 @@ class TorchBackend:
 
     def to_host(self, array: torch.Tensor) -> HostArray:
         dtype, shape = self.described(array)
-        plain = array.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        data = ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.numel() else b""
-        return HostArray(dtype, shape, memoryview(data), self.name)
+        fault = _no_bytes(array)
+        if fault is not None:
+            raise TypeError(fault)
+        plain = array.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        return HostArray(dtype, shape, _view(plain) if plain.numel() else memoryview(b""), self.name)
 
     def adopt(self, array: Any, like: Any) -> torch.Tensor:
         return _converted(array, *((None, None) if like is None else (like.dtype, like.device)))
@@ -117,6 +120,27 @@ class TorchBackend:
 
 
 _NO_EXTREMES = (torch.uint16, torch.uint32, torch.uint64)
+
+
+def _no_bytes(array: torch.Tensor) -> str | None:
+    """Why the values of `array` cannot be read from memory."""
+    if array.is_meta or isinstance(array, FakeTensor):
+        return "a tensor without values (meta, fake, or traced)"
+    if torch._C._functorch.is_functorch_wrapped_tensor(array):
+        return "a tensor inside of a torch.func transform"
+    if array.layout is not torch.strided or array.is_quantized:
+        return f"a tensor of layout {array.layout}; save its indices and values"
+    composed: bool = is_traceable_wrapper_subclass(array)
+    if composed:
+        return f"a {type(array).__name__}, which is made of other tensors; save those, or its full value"
+    return None
+
+
+def _view(plain: torch.Tensor) -> memoryview:
+    try:
+        return memoryview(plain.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    except RuntimeError:  # built or installed without numpy
+        return memoryview(ctypes.string_at(plain.data_ptr(), plain.nbytes))
 
 
 def from_host(host: HostArray) -> torch.Tensor:

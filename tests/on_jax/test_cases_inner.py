@@ -5,10 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
-from roundpipe_jax import GradientError, layer_scope, recompute_once, remat, save_for_recompute
+from roundpipe_jax import GradientError, doing_recompute, layer_scope, recompute_once, remat, save_for_recompute
 from tests.on_jax.oracle import LANES, STYLES, WAYS, W, X, bare, decided_once, gradient, in_lane, same
 
 ways = pytest.mark.parametrize("way", WAYS)
@@ -77,8 +78,7 @@ PLACES = [scan, scan_of_scan, cond, switch, mapped, vmapped, jitted, bounded_loo
 
 @pytest.mark.parametrize(
     ("place", "way"),
-    # A host decision under vmap has run, where there are values, before the save says that it is in an inner trace.
-    [(place, way) for place in PLACES for way in WAYS if (place, way) != (vmapped, "eager")],
+    [(place, way) for place in PLACES for way in WAYS],
     ids=lambda part: getattr(part, "__name__", part),
 )
 def test_a_decision_in_each_place(place: Any, way: str) -> None:  # R8
@@ -324,3 +324,59 @@ def test_a_closed_over_decision_function_sees_no_gradient(way: str) -> None:  # 
     for lane in LANES:
         got = WAYS[way](gradient(lambda w, x, lane=lane: net(in_lane(lane), w, x)))(W, X)
         same(got, WAYS[way](gradient(lambda w, x: net(bare, w, x)))(W, X))
+
+
+# ------------------------------------------------------------------------ the first call of a layer, on values
+
+
+def asks_in_a_jitted_function(save: Save, x: Any) -> Any:
+    return jax.jit(lambda x: jnp.sin(x) if doing_recompute() else jnp.sin(x) * 1)(x)
+
+
+def saves_a_number_in_a_jitted_function(save: Save, x: Any) -> Any:
+    jax.jit(lambda: save_for_recompute(3, name="number"))()
+    return jnp.sin(x)
+
+
+def inner_layer(save: Save, x: Any) -> Any:
+    return remat(lambda x: scan(save, 0.1 * x * save(50, x)))(x) * save(60, x)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    "place",
+    [scan, vmapped, asks_in_a_jitted_function, saves_a_number_in_a_jitted_function, inner_layer],
+    ids=lambda place: place.__name__,
+)
+def test_a_decision_before_the_place_that_makes_a_layer_start_over(place: Any, style: str) -> None:  # R8
+    def program(router: Any, wrap: Any) -> Any:
+        def layer(x: Any) -> Any:
+            def save(site: Any, c: Any) -> Any:
+                return 0.2 * router.saved("plain" if wrap is bare else style, site, c, name="inside")
+
+            k = router.saved("plain" if wrap is bare else style, 100, x, name="before")
+            return (place(save, x * k) if wrap is not bare or place is not inner_layer else flat(save, x * k)) * k
+
+        return gradient(wrap(layer))(X)
+
+    def flat(save: Save, x: Any) -> Any:
+        return scan(save, 0.1 * x * save(50, x)) * save(60, x)
+
+    decided_once(program, remat)
+
+
+def test_a_decision_of_the_host_is_made_once_in_recompute_once() -> None:  # R8
+    made: list[int] = []
+
+    def plan() -> Any:
+        made.append(1)
+        return {"rows": np.array([1, 0]), "scale": float(len(made))}
+
+    def layer(x: Any) -> Any:
+        chosen = recompute_once(plan)
+        chosen["rows"] += 1
+        return scan(lambda n, c: save_for_recompute(best(c))[0] + 1, x)[chosen["rows"] - 1] * chosen["scale"]
+
+    got = jax.grad(lambda x: remat(layer)(x).sum())(X)
+    assert made == [1]
+    same(got, jax.grad(lambda x: scan(lambda n, c: best(c) + 1, x)[np.array([1, 0])].sum())(X))

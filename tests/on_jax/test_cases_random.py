@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 from roundpipe_jax import layer_scope, save_for_recompute
-from tests.on_jax.oracle import STYLES, Router, W, Wrap, X, bare, decided_once, gradient, in_lane
+from tests.on_jax.oracle import LANES, STYLES, Router, W, Wrap, X, bare, decided_once, gradient, in_lane
 
 INNER = ("scan", "cond", "jit", "vmap")
 OUTER = ("region", "region", "scope", "keywords", *INNER)
@@ -155,15 +155,21 @@ def loops(seed: int) -> bool:
 SEEDS = [seed for seed in range(400) if worthwhile(seed)]
 FLAT = [seed for seed in SEEDS if not loops(seed)]
 LOOPS = [seed for seed in SEEDS if loops(seed)]
-LAZY = [form for form in FORMS if form != "eager"]
 
 
 @pytest.mark.parametrize("seed", FLAT[:4])
 def test_regions_and_scopes(seed: int) -> None:
-    check(seed, "jit", "checkpoint")
-    check(seed, [*FORMS][seed % len(FORMS)], "checkpoint")
+    lane = LANES[seed % 2]
+    check(seed, "jit", lane)
+    form = [*FORMS][seed % len(FORMS)]
+    check(seed, form, "checkpoint" if form == "forward" else lane)
 
 
 @pytest.mark.parametrize("seed", LOOPS[:6])
 def test_loops_branches_and_jitted_functions(seed: int) -> None:
-    check(seed, LAZY[seed % len(LAZY)], "checkpoint")
+    check(seed, [*FORMS][seed % len(FORMS)], "checkpoint")
+
+
+@pytest.mark.parametrize("seed", LOOPS[:4])
+def test_the_first_call_on_values(seed: int) -> None:  # R8
+    check(seed, "eager", "checkpoint")

@@ -1,5 +1,6 @@
 """Every error of the JAX frontend, line by line."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -85,22 +86,49 @@ def test_phases_that_return_different_structures() -> None:  # R10
     ]
 
 
-def test_forward_mode_in_the_residual_lane() -> None:
-    layer = remat(jnp.sin, mode="custom_vjp", label="wave")
-    wave = remat(lambda x: layer(x) * save_for_recompute(2)[0], mode="custom_vjp", label="wave")
-    assert raised(OptionError, lambda: jax.jvp(wave, (X,), (X,))) == [
-        "layer 'wave': mode=\"custom_vjp\" has no forward-mode derivative (jvp, linearize, jacfwd, hessian).",
-        '  way out: use mode="checkpoint", the default.',
+def place(layer: Any) -> str:
+    code = layer.__code__
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+
+
+def refusal(what: str, layer: Any, way_out: str) -> list[str]:
+    return [
+        f"layer 'wave': mode=\"custom_vjp\" {what}",
+        f"  layer at: {place(layer)}",
+        f'  way out: use mode="checkpoint", the default{way_out}',
     ]
+
+
+def test_forward_mode_in_the_residual_lane() -> None:
+    def layer(x: Any) -> Any:
+        return x * save_for_recompute(2)[0]
+
+    wave = remat(layer, mode="custom_vjp", label="wave")
+    want = refusal("has no forward-mode derivative (jvp, linearize, jacfwd).", layer, ".")
+    assert raised(OptionError, lambda: jax.jvp(wave, (X,), (X,))) == want
+    assert raised(OptionError, lambda: jax.linearize(wave, X)[1](X)) == want
 
 
 def test_saves_in_inner_traces_in_the_residual_lane() -> None:
-    layer = remat(lambda x: jax.vmap(lambda x: save_for_recompute(x > 0)[0])(x), mode="custom_vjp", label="wave")
-    assert raised(OptionError, lambda: jax.jit(layer)(X)) == [
-        "layer 'wave': mode=\"custom_vjp\" cannot keep what is saved inside a scan, cond, vmap, while or jitted "
-        "function of the layer.",
-        '  way out: use mode="checkpoint", the default, or save outside the inner function.',
-    ]
+    def layer(x: Any) -> Any:
+        return jax.vmap(lambda x: save_for_recompute(x > 0)[0])(x)
+
+    assert raised(OptionError, lambda: jax.jit(remat(layer, mode="custom_vjp", label="wave"))(X)) == refusal(
+        "cannot keep what is saved inside a scan, cond, vmap, while or jitted function of the layer.",
+        layer,
+        ", or save outside the inner function.",
+    )
+
+
+def test_references_in_the_residual_lane() -> None:
+    def layer(x: Any, total: Any) -> Any:
+        total[...] += x
+        return jnp.sin(x)
+
+    wave = remat(layer, mode="custom_vjp", label="wave")
+    assert raised(OptionError, lambda: wave(X, jax.new_ref(X))) == refusal(
+        "takes no jax.Ref among the arguments: a residual is a value.", layer, ", or pass what the Ref holds."
+    )
 
 
 def test_a_value_dependent_layer_that_saves_in_an_inner_trace() -> None:

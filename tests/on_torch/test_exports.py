@@ -5,12 +5,16 @@ import roundpipe_torch
 
 OWN = {
     "CheckpointMismatchError",
+    "LayerUsage",
+    "Offload",
+    "Usage",
     "checkpoint",
     "checkpoint_sequential",
     "exchange",
     "from_dlpack",
     "recompute_contexts",
     "remat",
+    "usage",
 }
 
 

@@ -1,0 +1,48 @@
+"""What the residual lane cannot do, and how it says so."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from roundpipe_core._errors import OptionError, message
+
+__all__ = ["Refusals"]
+
+_DEFAULT = 'use mode="checkpoint", the default'
+
+
+class Refusals(NamedTuple):
+    """The refusals of one layer."""
+
+    layer: str
+    place: str | None
+    """The file and line of the layer's code, if it has any."""
+
+    def forward_mode(self) -> OptionError:
+        """Its derivative is to be computed forward."""
+        return self._error("has no forward-mode derivative (jvp, linearize, jacfwd).", f"{_DEFAULT}.")
+
+    def inner_save(self) -> OptionError:
+        """It saves where a value belongs to an inner trace."""
+        return self._error(
+            "cannot keep what is saved inside a scan, cond, vmap, while or jitted function of the layer.",
+            f"{_DEFAULT}, or save outside the inner function.",
+        )
+
+    def reference(self) -> OptionError:
+        """One of its arguments can be written to."""
+        return self._error(
+            "takes no jax.Ref among the arguments: a residual is a value.", f"{_DEFAULT}, or pass what the Ref holds."
+        )
+
+    def collective(self, error: Exception) -> OptionError:
+        """Its backward runs outside of the `vmap` whose axis it reduces over."""
+        return self._error(
+            "cannot reduce over the axis of a vmap around the layer: backward runs after that vmap.",
+            f"{_DEFAULT}, or take the derivative inside the vmap.",
+            ("JAX says", str(error).partition("\n")[0]),
+        )
+
+    def _error(self, what: str, way_out: str, *facts: tuple[str, str]) -> OptionError:
+        at = [("layer at", self.place)] if self.place else []
+        return OptionError(message(f'layer {self.layer!r}: mode="custom_vjp" {what}', [*at, *facts], way_out))
