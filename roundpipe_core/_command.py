@@ -1,4 +1,4 @@
-"""The command line: look into tapes, compare them."""
+"""The command line: look into tapes, compare them; examine the installation."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from typing import Any
 
 from ._backend import backend_of
 from ._diff import TapeDiff, diff
+from ._doctor import examine
 from ._errors import TapeError
 from ._heatmap import draw
+from ._report import text_table
 from ._tape import Tape, integer_extremes
 
 __all__ = ["main"]
@@ -43,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m roundpipe_core", description="Look into tapes, compare them.")
+    parser = argparse.ArgumentParser(
+        prog="python -m roundpipe_core", description="Look into tapes; examine the installation."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     show = commands.add_parser("show", help="list what a tape holds")
     show.add_argument("tape", metavar="TAPE")
@@ -57,7 +61,24 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--json", action="store_true", help="as JSON")
     compare.add_argument("--plot", metavar="FILE", help="draw which tokens flipped in which layer (needs matplotlib)")
     compare.set_defaults(run=_diff)
+    doctor = commands.add_parser(
+        "doctor",
+        help="versions, devices, and whether everything works here",
+        epilog="exit status: 2 if something does not",
+    )
+    doctor.add_argument("--json", action="store_true", help="as JSON")
+    doctor.set_defaults(run=_doctor)
     return parser
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    found = list(examine())
+    if options.json:
+        _write_json([finding._asdict() for finding in found])
+    else:
+        marks = {True: "ok", False: "FAILS", None: ""}
+        _write_table(("", "found", ""), [(finding.about, finding.found, marks[finding.works]) for finding in found])
+    return BAD if any(finding.works is False for finding in found) else SAME
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -147,10 +168,7 @@ def _write_table(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     if sys.stdout.isatty() and importlib.util.find_spec("rich"):
         _write_rich(names, cells)
         return
-    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
-    for row in (names, *cells):
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        sys.stdout.write(f"{line.rstrip()}\n")
+    sys.stdout.write(f"{text_table(names, cells)}\n")
 
 
 def _write_rich(names: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -39,6 +39,7 @@ from ._exchange import exchange, from_dlpack
 from ._modules import remat
 from ._offload import Offload
 from ._uncompiled import run_uncompiled
+from ._usage import LayerUsage, Usage, usage
 
 __all__ = [
     "CheckpointMismatchError",
@@ -48,6 +49,7 @@ __all__ = [
     "ExchangeReport",
     "Flip",
     "GradientError",
+    "LayerUsage",
     "MismatchError",
     "MutationError",
     "Offload",
@@ -60,6 +62,7 @@ __all__ = [
     "TapeDiff",
     "TapeEntry",
     "TapeError",
+    "Usage",
     "VerifyError",
     "VerifyWarning",
     "__version__",
@@ -79,6 +82,7 @@ __all__ = [
     "replay",
     "save_for_recompute",
     "update_once",
+    "usage",
 ]
 
 run_uncompiled("roundpipe_core", "roundpipe_torch")

@@ -44,6 +44,7 @@ from ._matching import Leaf, Pairs, Trace, match, match_aligned, node_count, nod
 from ._offload import MOVED, Offload, Parcel, Shipped
 from ._ranks import collectives, keeps_graph, recompute_on_arrival, tell_rank
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replayed
+from ._usage import held
 from ._verify import Audit
 
 __all__ = ["Frame", "Options", "TorchRun", "is_told"]
@@ -318,6 +319,8 @@ class Frame:
         if not self._verified and phase is Phase.FORWARD:
             self._outputs = Audit.copy(outputs)
         self.returned = True
+        if not isinstance(outer, TorchRun):
+            held(self.slot, (*args, *kwargs.values()), self._parcel)
         return outputs
 
     def _pack(self, tensor: torch.Tensor) -> Holder:

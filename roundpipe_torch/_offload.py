@@ -274,6 +274,10 @@ class Parcel:
             self._items.append(weakref.ref(moved))
         return moved
 
+    def nbytes(self) -> int:
+        """Bytes it has on the host."""
+        return sum(moved.nbytes for item in self._items if (moved := item()) is not None)
+
     def arrive(self) -> None:
         """Its region is about to be recomputed. The one before will be next."""
         self._set_out()

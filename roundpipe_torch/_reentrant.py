@@ -38,6 +38,7 @@ from ._offload import Parcel
 from ._ranks import step_is_over
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, modules_of, replayed
 from ._uncompiled import run_as_it_is
+from ._usage import held
 
 __all__ = ["reentrant"]
 
@@ -120,6 +121,8 @@ class _Region:
             forget_with(self, self.slot)
         if self.generators and self.generators.missed():
             raise started_inside(self.slot.label)
+        if self.outermost:
+            held(self.slot, tensors, self.parcel)
         return leaves
 
     @run_as_it_is

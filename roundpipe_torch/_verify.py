@@ -17,6 +17,7 @@ from roundpipe_core._trees import flatten, paths
 
 from ._backend import differing_rows
 from ._state import Generators
+from ._usage import found
 
 __all__ = ["Audit"]
 
@@ -70,6 +71,7 @@ class Audit:
         flips = (*self.flips, *(self._outputs(before, outputs) if before is not None else ()))
         if not flips:
             return
+        found(flips, self._slot.label)
         text = message(
             f"layer {self._slot.label!r}: a plain recompute would not repeat the forward.",
             [("found", str(flip)) for flip in flips],

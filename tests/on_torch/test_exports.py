@@ -6,13 +6,16 @@ import roundpipe_torch
 OWN = {
     "CheckpointMismatchError",
     "CompileError",
+    "LayerUsage",
     "Offload",
+    "Usage",
     "checkpoint",
     "checkpoint_sequential",
     "exchange",
     "from_dlpack",
     "recompute_contexts",
     "remat",
+    "usage",
 }
 
 
