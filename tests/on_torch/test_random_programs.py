@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from roundpipe_torch import (
+from tests.fuzz import seeds
     MismatchError,
     checkpoint,
     doing_recompute,
@@ -162,7 +163,7 @@ def gradients(steps: list, seed: int, regions: bool, how: str):
     return found, machine.decisions
 
 
-@pytest.mark.parametrize("block", range(12))
+@pytest.mark.parametrize("block", seeds(12))
 def test_random_programs(block: int) -> None:
     refused = 0
     for seed in range(block * 25, block * 25 + 25):
