@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 
 from roundpipe_torch import (
-from tests.fuzz import seeds
     MismatchError,
     checkpoint,
     doing_recompute,
@@ -26,6 +25,7 @@ from tests.fuzz import seeds
     remat,
     save_for_recompute,
 )
+from tests.fuzz import seeds
 
 D = 4
 UNARY = [torch.tanh, torch.exp, torch.sin, torch.sigmoid, lambda t: t * t, lambda t: t.softmax(-1), lambda t: t.t() * 2]
