@@ -11,13 +11,12 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from _rounds import ratios
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -60,22 +59,8 @@ def ways(f: Callable[..., torch.Tensor], w: torch.Tensor) -> dict[str, Way]:
 def measure(f: Callable[..., torch.Tensor], rounds: int, calls: int) -> dict[str, dict[str, float]]:
     w = torch.randn(8, 8, requires_grad=True)
     x = torch.randn(4, 8, requires_grad=True)
-    seconds: dict[str, list[float]] = {name: [] for name in ways(f, w)}
-    for turn in range(rounds + 1):
-        for name, way in ways(f, w).items():
-            start = time.process_time()
-            for _ in range(calls):
-                way(x).sum().backward()
-            if turn:  # the first round warms up
-                seconds[name].append(time.process_time() - start)
-    base = seconds[BASE]
-    return {
-        name: {
-            "ratio": statistics.median(s / b for s, b in zip(spent, base, strict=True)),
-            "microseconds": statistics.median(spent) / calls * 1e6,
-        }
-        for name, spent in seconds.items()
-    }
+    steps = {name: lambda way=way: way(x).sum().backward() for name, way in ways(f, w).items()}
+    return ratios(steps, BASE, rounds, calls)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ Layer code usually imports these names from the frontend it uses (`roundpipe_tor
 same objects (R14).
 """
 
+from ._diff import Difference, TapeDiff, diff
 from ._errors import (
     ExchangeError,
     Flip,
@@ -35,6 +36,7 @@ from ._tape import Tape, TapeEntry
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "Difference",
     "ExchangeError",
     "ExchangeReport",
     "Flip",
@@ -47,10 +49,12 @@ __all__ = [
     "RoundPipeError",
     "SlotError",
     "Tape",
+    "TapeDiff",
     "TapeEntry",
     "TapeError",
     "VerifyError",
     "VerifyWarning",
+    "diff",
     "doing_recompute",
     "get_recompute_data",
     "keep",

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ._errors import Flip
-from ._host import HostArray, HostArrays
+from ._host import DTYPES, HostArray, HostArrays
 
 __all__ = [
     "Backend",
@@ -77,7 +77,7 @@ class Backend(Protocol):
         """Least and greatest element of an array of integers; () if it has none, None if its values are not known."""
 
     def to_host(self, array: Any) -> HostArray:
-        """Its bytes."""
+        """Its bytes, which may be those of the array itself: nobody writes to them. An error if it has none here."""
 
     def adopt(self, array: Any, like: Any) -> Any:
         """An array of this framework with the values of one of another, or of `HostArray`.
@@ -170,8 +170,13 @@ class _NumpyArrays:
         return (int(array.min()), int(array.max())) if array.size else ()
 
     def to_host(self, array: Any) -> HostArray:
-        data = memoryview(array.astype(array.dtype.newbyteorder("<"), order="C", copy=True).reshape(-1).view("uint8"))
-        return HostArray(array.dtype.name, array.shape, data, self.name)
+        numpy = sys.modules["numpy"]
+        if isinstance(array, numpy.ma.MaskedArray):
+            raise TypeError("a masked array; save its data and its mask")
+        if array.dtype.name not in DTYPES:
+            raise TypeError(f"arrays of dtype {array.dtype.name} have no form outside of their framework")
+        plain = numpy.asarray(array).astype(array.dtype.newbyteorder("<"), order="C", copy=False)
+        return HostArray(array.dtype.name, array.shape, memoryview(plain.reshape(-1).view("uint8")), self.name)
 
     def adopt(self, array: Any, like: Any) -> Any:
         if not self.owns(array):

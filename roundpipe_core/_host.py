@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["DTYPES", "HostArray", "HostArrays", "itemsize_of", "kind_of"]
+__all__ = ["DTYPES", "HostArray", "HostArrays", "integers_of", "itemsize_of", "kind_of"]
 
-# name: (code in a safetensors file, bytes, kind, format of `memoryview.cast` for integers)
+# name: (code in a safetensors file, which has none for some, bytes, kind, format of `memoryview.cast` for integers)
 DTYPES: dict[str, tuple[str, int, str, str]] = {
     "bool": ("BOOL", 1, "bool", ""),
     "uint8": ("U8", 1, "integer", "B"),
@@ -22,11 +22,15 @@ DTYPES: dict[str, tuple[str, int, str, str]] = {
     "int64": ("I64", 8, "integer", "q"),
     "float8_e4m3fn": ("F8_E4M3", 1, "float", ""),
     "float8_e5m2": ("F8_E5M2", 1, "float", ""),
+    "float8_e8m0fnu": ("F8_E8M0", 1, "float", ""),
+    "float8_e4m3fnuz": ("", 1, "float", ""),
+    "float8_e5m2fnuz": ("", 1, "float", ""),
     "float16": ("F16", 2, "float", ""),
     "bfloat16": ("BF16", 2, "float", ""),
     "float32": ("F32", 4, "float", ""),
     "float64": ("F64", 8, "float", ""),
     "complex64": ("C64", 8, "complex", ""),
+    "complex128": ("", 16, "complex", ""),
 }
 
 
@@ -52,6 +56,8 @@ class HostArray:
     __slots__ = ("data", "dtype", "origin", "shape")
 
     def __init__(self, dtype: str, shape: tuple[int, ...], data: memoryview, origin: str) -> None:
+        if dtype not in DTYPES:
+            raise ValueError(f"arrays of dtype {dtype} have no form outside of their framework")
         self.dtype, self.shape, self.data, self.origin = dtype, shape, data, origin
         if data.nbytes != math.prod(shape) * itemsize_of(dtype):
             raise ValueError(f"{dtype}{list(shape)} does not have {data.nbytes} bytes")
@@ -65,6 +71,11 @@ class HostArray:
         return (self.dtype, self.shape, self.data) == (other.dtype, other.shape, other.data)
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def integers_of(array: HostArray) -> memoryview:
+    """The elements of an array of integers, one after the other."""
+    return array.data.cast("B").cast(DTYPES[array.dtype][3])  # type: ignore[call-overload, no-any-return]
 
 
 class HostArrays:
@@ -116,7 +127,7 @@ class HostArrays:
         if numpy is not None:
             values = numpy.frombuffer(array.data, array.dtype)
             return int(values.min()), int(values.max())
-        whole = array.data.cast("B").cast(DTYPES[array.dtype][3])  # type: ignore[call-overload]
+        whole = integers_of(array)
         return min(whole), max(whole)
 
     def to_host(self, array: HostArray) -> HostArray:

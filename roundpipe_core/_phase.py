@@ -21,7 +21,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 from ._backend import outside_keeps, outside_saves, without_gradient
 from ._errors import Flip, OptionError, PhaseError, SlotError, message
@@ -30,6 +30,7 @@ from ._slots import NOTHING, Entry, Key, Place, Slot, label_of, where
 __all__ = [
     "Phase",
     "Run",
+    "Traced",
     "doing_recompute",
     "get_recompute_data",
     "keep",
@@ -38,6 +39,7 @@ __all__ = [
     "recompute_once",
     "save_for_recompute",
     "thread",
+    "traced_by",
     "update_once",
 ]
 
@@ -57,7 +59,7 @@ class Phase(enum.Enum):
 class Run:
     """One execution of a region. Frontends derive from it."""
 
-    __slots__ = ("_counts", "_seen", "_uncertain", "flips", "phase", "repeats", "scope", "slot", "taken")
+    __slots__ = ("_counts", "_seen", "_uncertain", "flips", "phase", "repeats", "scope", "slot", "taken", "watch")
 
     def __init__(self, phase: Phase, slot: Slot) -> None:
         self.phase = phase
@@ -68,6 +70,7 @@ class Run:
         self._counts: dict[Any, int] = {}  # how often each scope, inner region and once-call was met
         self._seen: set[Key] = set()  # entries read by this run
         self._uncertain: set[Any] = set()
+        self.watch: Any = None  # what a frontend notes of decisions that it makes this run keep
         self.taken: set[Slot] = set()  # the regions of a tape that this run has replayed
 
     # What a frontend may know better
@@ -136,6 +139,23 @@ class Run:
         else:
             self.flips += self.slot.read(key, place).differences(self.slot.label, key, value)
         return value
+
+    # For saves that a frontend makes in the layer's stead, where both phases run the same code
+
+    def put(self, key: Key, data: Any, place: Place, draws: bool) -> None:
+        """Store `data`; `draws` tells whether random numbers were drawn for it (R7)."""
+        entry = self.slot.write(key, data, place)
+        self.stored(entry, None)
+        entry.state = self.state() if draws else None
+        entry.counts = self._counts.copy()
+
+    def fetch(self, key: Key, place: Place) -> Any:
+        """What `put` stored."""
+        entry = self.slot.read(key, place)
+        if key not in self._seen:
+            self._seen.add(key)
+            self.restore_state(entry.state)
+        return entry.value(self, NOTHING)
 
     def keep(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> T:
         """`function` with its outputs kept. A run that nothing will recompute keeps nothing."""
@@ -233,11 +253,33 @@ class Update:
 
 
 class _Thread(threading.local):
-    run: Run | None = None
+    def __init__(self) -> None:  # in each thread. Not a default of the class, which compilers would take for constant
+        self.run: Run | None = None
 
 
 thread = _Thread()
 _OFF = Run(Phase.OFF, Slot("a decision"))
+
+
+class Traced(Protocol):
+    """The functions below, in code that a compiler reads once to make both phases of it."""
+
+    def doing_recompute(self) -> bool: ...
+    def get_recompute_data(self, name: str | None) -> tuple[Any, ...]: ...
+    def save_for_recompute(self, data: tuple[Any, ...], name: str | None) -> tuple[Any, ...]: ...
+    def recompute_once(self, function: Callable[[], Any]) -> Any: ...
+    def enter_scope(self, name: str) -> None: ...
+    def exit_scope(self) -> None: ...
+
+
+_is_traced: Callable[[], bool] = bool
+_traced: Traced
+
+
+def traced_by(is_traced: Callable[[], bool], functions: Traced) -> None:
+    """Where `is_traced()`, let `functions` take over. Called once, by a frontend with such a compiler."""
+    global _is_traced, _traced
+    _is_traced, _traced = is_traced, functions
 
 
 def open_slot(label: Any) -> tuple[Phase, Slot]:
@@ -276,6 +318,8 @@ def save_for_recompute(*data: Any, name: str | None = None, offload: bool | None
 
     Implements R2, R4, R5, R6. Outside a region, or with gradients off, nothing is stored.
     """
+    if _is_traced():
+        return _traced.save_for_recompute(data, name)
     _check_name(name, "save_for_recompute")
     if offload is not None and not isinstance(offload, bool):
         raise OptionError(
@@ -304,6 +348,8 @@ def doing_recompute() -> bool:
 
     False in forward, outside any region, in evaluation and on other threads. Implements R1.
     """
+    if _is_traced():
+        return _traced.doing_recompute()
     run = thread.run
     if run is None:
         return False
@@ -335,6 +381,8 @@ def get_recompute_data(name: str | None = None) -> tuple[Any, ...]:
 
     Implements R3 and R7.
     """
+    if _is_traced():
+        return _traced.get_recompute_data(name)
     _check_name(name, "get_recompute_data")
     run = thread.run
     if run is None:
@@ -364,6 +412,9 @@ def recompute_once(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
 
     Implements R4 and R8.
     """
+    if _is_traced():
+        traced: T = _traced.recompute_once(lambda: function(*args, **kwargs))
+        return traced
     run = thread.run
     if run is None or run.phase is Phase.OFF:
         result: T = without_gradient(lambda: function(*args, **kwargs))
@@ -468,6 +519,9 @@ class layer_scope:  # noqa: N801 - used like a function
         self._open: list[tuple[Run | None, tuple[str, ...]]] = []
 
     def __enter__(self) -> None:
+        if _is_traced():
+            _traced.enter_scope(self._name)
+            return
         run = thread.run
         if run is None or run.phase is Phase.OFF:
             self._open.append((None, ()))
@@ -477,6 +531,9 @@ class layer_scope:  # noqa: N801 - used like a function
         run.scope = (*run.scope, self._name if count == 0 else f"{self._name} #{count}")
 
     def __exit__(self, *exc: object) -> Literal[False]:
+        if _is_traced():
+            _traced.exit_scope()
+            return False
         run, scope = self._open.pop()
         if run is not None:
             run.scope = scope

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from ._backend import TapeGuard, backend_of, expand, frontend, numpys, only_frontend, origin_of, tape_guards
 from ._errors import OptionError, PhaseError, TapeError, message
-from ._host import kind_of
+from ._host import HostArray, kind_of
 from ._phase import Phase, Run, thread
 from ._slots import NOTHING, AutoLabel, Entry, Place, Slot, label_of, row_counts, spoken, where
 from ._tape import (
@@ -33,7 +33,7 @@ from ._tape import (
 )
 from ._trees import Node, Spec, flatten, paths, unflatten
 
-__all__ = ["TapeRun", "TapedEntry", "TapedSlot", "record", "replay"]
+__all__ = ["TapeRun", "TapedEntry", "TapedSlot", "numbered", "record", "replay"]
 
 T = TypeVar("T")
 
@@ -101,18 +101,22 @@ class TapeRun(Run):
             return backend.adopt(leaf, like)
         if origin_of(leaf) == "numpy":
             return numpys.adopt(leaf, None)
+        own = backend_of(leaf)
         home = frontend(origin_of(leaf)) or only_frontend()
-        return leaf if home is None or home is backend_of(leaf) else home.adopt(leaf, None)
+        if home is None and isinstance(leaf, HostArray):
+            raise ValueError("bytes for torch or JAX: save_for_recompute(data), with data of your own, tells which")
+        return leaf if home is None or home is own else home.adopt(leaf, None)
 
     def _next(self, name: str | None) -> str | None:
         count = self.count(("saved outside of regions", *self.scope, name))
-        return _numbered(name, count)
+        return numbered(name, count)
 
 
 _UNNAMED = "(unnamed)"
 
 
-def _numbered(name: str | None, count: int) -> str | None:
+def numbered(name: str | None, count: int) -> str | None:
+    """The name of the `count`th save of a name outside of regions."""
     return name if count == 0 else f"{name or _UNNAMED} #{count}"
 
 
@@ -149,6 +153,7 @@ class record:  # noqa: N801 - used like a function
         slot = Slot(AutoLabel(OUTSIDE))
         slot.rows = frozenset()
         self._tape = Tape()
+        self._tape.recording = True
         self._run = thread.run = TapeRun(Phase.FORWARD, slot)
         return self._tape
 
@@ -159,7 +164,7 @@ class record:  # noqa: N801 - used like a function
         thread.run = None
         assert run is not None
         run.end()
-        self._tape.root = taken_from(run.slot)
+        self._tape.root, self._tape.recording = taken_from(run.slot), False
         return False
 
 

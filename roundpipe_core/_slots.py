@@ -246,8 +246,8 @@ def label_of(target: Any) -> str:
     if isinstance(target, types.MethodType):
         owner = type(target.__self__).__qualname__
         return owner if target.__name__ in ("forward", "__call__") else f"{owner}.{target.__name__}"
-    code = getattr(target, "__code__", None)
+    code = getattr(getattr(target, "__wrapped__", target), "__code__", None)  # of what a decorator has wrapped
     if code is not None:
-        return f"{target.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
+        return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
     name = "__name__" if isinstance(target, types.BuiltinFunctionType) else "__qualname__"
     return str(getattr(target, name, None) or type(target).__qualname__)

@@ -7,6 +7,7 @@ saved. It shares the arrays of the slots it was recorded from, and copies nothin
 from __future__ import annotations
 
 import json
+import os
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ class Decision:
     ) -> None:
         self.key, self.spec, self.leaves, self.place = key, spec, leaves, place
         self.counts: dict[Any, int] = {}  # what the region had met by then, see `Entry.counts`
-        self.axes: tuple[int, ...] = ()  # see `Entry.axes`
+        self.axes: tuple[int, ...] = ()  # of each array, how many leading axes count the iterations of loops
         self.below = below  # its integers are said to be at least 0 and below this
         self.checked = False  # and that was looked at
 
@@ -89,10 +90,11 @@ class Tape:
     Implements R13.
     """
 
-    __slots__ = ("_owned", "root")
+    __slots__ = ("_owned", "recording", "root")
 
     def __init__(self, root: Region | None = None) -> None:
         self.root = root or Region(OUTSIDE, given=False)
+        self.recording = False  # what it will hold is known when the block ends
         self._owned: dict[Any, Any] = {}  # what frontends have made of it, such as copies of its arrays
 
     def __repr__(self) -> str:
@@ -156,6 +158,134 @@ class Tape:
                 )
             )
         return self
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the tape to a file that any reader of safetensors can open.
+
+        >>> import tempfile, pathlib
+        >>> from roundpipe_core import Tape, record, save_for_recompute
+        >>> with record() as tape:
+        ...     _ = save_for_recompute("left", 3)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     tape.save(pathlib.Path(folder) / "run.tape")
+        ...     [entry.value for entry in Tape.load(pathlib.Path(folder) / "run.tape").entries()]
+        ['left', 3]
+
+        The file is there once all of it is on the disk; until then, and after a crash, an older one is.
+
+        Args:
+            path: of a file, which is replaced if there is one.
+
+        Raises:
+            TapeError: the tape holds what no file can, such as an object of a class of yours or a traced array, with
+                its place; or `path` is no regular file.
+            OSError: the file cannot be written.
+
+        Implements R13.
+        """
+        from ._tapefile import save
+
+        if self.recording:
+            raise TapeError(
+                message("the tape is still being recorded.", [], "save it after the block of `with record()`.")
+            )
+        save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Tape:
+        """The tape that `save` wrote. Nothing in the file is run, and its bytes are checked before they are believed.
+
+        Arrays of numpy are numpy arrays again, which cannot be written to; those of other frameworks are converted by
+        the layer that replays them.
+
+        Raises:
+            TapeError: it is not a tape, is damaged, or of another version, with what is wrong.
+            OSError: the file cannot be read.
+
+        Implements R13.
+        """
+        from ._tapefile import load
+
+        return load(path)
+
+    @classmethod
+    def from_routing(
+        cls,
+        routing: Any,
+        *,
+        experts: int,
+        layers: Sequence[str] | None = None,
+        name: str | None = None,
+        mask: Any = None,
+        padding: int | Sequence[int] | None = None,
+        regions: bool = True,
+    ) -> Tape:
+        """A tape of what an inference engine recorded: which experts each token went to, in each layer.
+
+        >>> from roundpipe_core import Tape
+        >>> routing = [[[3, 1], [0, 2]], [[1, 2], [2, 3]]]  # two tokens, two layers, two experts each
+        >>> tape = Tape.from_routing(routing, experts=4, mask=[[False, True, True]], padding=0)
+        >>> tape.entries()[1].shape, tape.to_routing().tolist()
+        ((1, 3, 2), [[[[0, 1], [0, 1]], [[3, 1], [0, 2]], [[1, 2], [2, 3]]]])
+
+        Args:
+            routing: integers ``[tokens, layers, top_k]``, ``[batch, length, layers, top_k]``, or ``[tokens, layers]``
+                for layers whose decision has no axis of choices: an array of any framework, or lists. A list of arrays
+                is one a sequence; they are joined.
+            experts: how many there are. Every index has to be from 0 to `experts` - 1.
+            layers: the labels of the checkpointed layers that route. None: the layers are found by their order.
+            name: under which the layers save their indices; ``"recompute_once(route)"`` where they are what
+                `recompute_once` gave.
+            mask: where the batch that is replayed has tokens, ``[batch, length]`` or ``[tokens]`` of bools or of 0
+                and 1. The routing has the tokens that the mask marks, in their order, or one for each place, of which
+                only those that are marked count. Padding on the left, on the right and packed rows are thus all the
+                same. None: the batch is as the routing is.
+            padding: the expert that padding goes to, and those after it for the other choices; or one for each choice.
+                The loss shall leave padding out.
+            regions: False where the layers are not checkpointed: their saves are found by order, or, with `layers`, by
+                `layer_scope`.
+
+        Returns:
+            A tape whose arrays are as narrow as the number of experts allows. Each frontend casts them to an index type
+            of its own when a layer asks for them.
+
+        Raises:
+            TapeError: a token that is real was not routed (-1), an expert does not exist, or the tokens are not those
+                of the mask, with the place.
+            OptionError: `experts` is no number.
+
+        Implements R13.
+        """
+        from ._routing import from_routing
+
+        return from_routing(
+            routing, experts=experts, layers=layers, name=name, mask=mask, padding=padding, regions=regions
+        )
+
+    def to_routing(self, *, name: str | None = None, item: str | None = None, dtype: str = "int16") -> Any:
+        """The routing of the tape's layers in one array, the way back from `from_routing`.
+
+        >>> from roundpipe_core import Tape
+        >>> Tape.from_routing([[[3, 1], [0, 2]]], experts=4).to_routing()
+        array([[[3, 1],
+                [0, 2]]], dtype=int16)
+
+        Args:
+            name: under which the layers save their indices. None: each layer's only array of integers.
+            item: where the indices are in what was saved, as `entries` lists it, if there are more arrays of integers.
+            dtype: of the result.
+
+        Returns:
+            A numpy array ``[tokens, layers, top_k]``, or with more axes before the layers where a layer's decision has.
+
+        Raises:
+            TapeError: there is no such save, the layers' arrays are not of one shape, or `dtype` is too narrow.
+
+        Implements R13.
+        """
+        from ._routing import to_routing
+
+        return to_routing(self, name=name, item=item, dtype=dtype)
 
     def converted(self, leaf: Any, key: Any, make: Callable[[], Any]) -> Any:
         """`make()`, kept with the tape: what a frontend converts serves every recompute and replay."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from ._backend import Frontend, backend_of, expand, frontend, origin_of
 from ._errors import OptionError, ParityError, message
 from ._replay import record
+from ._report import text_table
 from ._tape import Tape, described
 from ._trees import flatten, paths, unflatten
 
@@ -52,23 +53,8 @@ class Comparison(NamedTuple):
         return all(row.close for row in self.rows)
 
     def __str__(self) -> str:
-        head = ("array", "shape", "distance", "limit", "")
-        body = [
-            (
-                row.name,
-                str(list(row.shape)),
-                f"{row.distance:.1e}",
-                f"{row.limit:.0e}",
-                "" if row.close else "<-- apart",
-            )
-            for row in self.rows
-        ]
-        widths = [max(len(line[n]) for line in (head, *body)) for n in range(len(head))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in (head, *body)
-        ]
-        return "\n".join([f"{self.sides[1]} against {self.sides[0]}", *lines])
+        table = text_table(("array", "shape", "distance", "limit", ""), [row.cells() for row in self.rows])
+        return f"{self.sides[1]} against {self.sides[0]}\n{table}"
 
     def raise_if_apart(self) -> Comparison:
         """`ParityError` with the table, unless all is within its limits."""

@@ -4,6 +4,7 @@ The functions that layers call are those of `roundpipe_core` (R14).
 """
 
 from roundpipe_core import (
+    Difference,
     ExchangeError,
     ExchangeReport,
     Flip,
@@ -16,11 +17,13 @@ from roundpipe_core import (
     RoundPipeError,
     SlotError,
     Tape,
+    TapeDiff,
     TapeEntry,
     TapeError,
     VerifyError,
     VerifyWarning,
     __version__,
+    diff,
     doing_recompute,
     get_recompute_data,
     keep,
@@ -44,6 +47,7 @@ from ._runs import kept_outside, saved_outside
 from ._tapes import Guard
 
 __all__ = [
+    "Difference",
     "ExchangeError",
     "ExchangeReport",
     "Explanation",
@@ -59,12 +63,14 @@ __all__ = [
     "RoundPipeError",
     "SlotError",
     "Tape",
+    "TapeDiff",
     "TapeEntry",
     "TapeError",
     "VerifyError",
     "VerifyWarning",
     "__version__",
     "checkpoint",
+    "diff",
     "doing_recompute",
     "exchange",
     "explain",

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from roundpipe_core import Tape, replay
-from roundpipe_core._backend import to_host
+from roundpipe_core._backend import origin_of, to_host
 from roundpipe_core._host import HostArray
 
+from ._exchange import from_dlpack
 from ._jax import concrete_value, is_float, is_tracer, struct
 from ._runs import stop_gradients
 
@@ -109,28 +110,16 @@ def adopted(array: Any, dtype: Any = None) -> Any:
         if dtype is not None and array.dtype != dtype:
             raise TypeError(f"is {array.dtype}, not {dtype}, and its values are not known while it is traced")
         return array
-    host = to_host(array)
-    values = np.frombuffer(host.data, jnp.dtype(host.dtype)).reshape(host.shape)
-    if dtype is not None:
-        return jnp.asarray(_cast(values, dtype))
-    foreign = host.origin not in ("jax", "numpy")
-    own = jnp.int_ if foreign and jnp.issubdtype(values.dtype, jnp.integer) else values.dtype
-    return jnp.asarray(_cast(values, jax.dtypes.canonicalize_dtype(own), exactly=True))
-
-
-def _cast(values: Any, dtype: Any, exactly: bool = False) -> Any:
-    if values.dtype == dtype:
+    foreign = origin_of(array) not in ("jax", "numpy")
+    if isinstance(array, HostArray):
+        array = np.frombuffer(array.data, jnp.dtype(array.dtype)).reshape(array.shape)
+    values = from_dlpack(array, allow_rounding=dtype is not None)
+    if dtype is None and foreign and jnp.issubdtype(values.dtype, jnp.integer):
+        dtype = jax.dtypes.canonicalize_dtype(jnp.int_)
+    if dtype is None or values.dtype == dtype:
         return values
     check_holds(values, dtype)
-    with np.errstate(over="ignore"):
-        cast = values.astype(dtype)
-    if exactly and not _equal(values, cast):
-        raise ValueError(f"holds values that {dtype} cannot")
-    return cast
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return bool(((one == other) | ((one != one) & (other != other))).all())
+    return values.astype(dtype)
 
 
 def smallest(dtype: Any) -> int:

@@ -375,13 +375,16 @@ class Call:
             decide = functools.partial(self.layer.decided_again, template)
             verified(label_of(self.label), self.options.verify, decide, outputs, shape, saved, template, self.arrays)
         consts = forward.consts if forward is not None else []
+        return shape.join(self._in_reverse(lambda: lane(outputs, saved, inputs, consts)))
+
+    def _in_reverse(self, operation: Callable[[], list[Any]]) -> list[Any]:
+        """What `operation` gives, or the refusal of a lane that knows reverse mode only."""
         try:
-            result = lane(outputs, saved, inputs, consts)
+            return operation()
         except (TypeError, NotImplementedError) as error:  # by JAX, before our own refusal is computed
             if self.options.mode != "custom_vjp" or not is_about_forward_mode(error):
                 raise
             raise self.refusals.forward_mode() from error
-        return shape.join(result)
 
     def _recomputed(self, shape: Split, saved: list[Any], template: Template) -> Program:
         parts = (template.key(), shape.key())
@@ -457,8 +460,8 @@ class Call:
     def _updates_inside(self) -> MismatchError:
         return MismatchError(
             message(
-                f"layer {label_of(self.label)!r}: it saves inside a scan, cond, vmap, while or jit, where the recompute "
-                "too would make a callback from update_once.",
+                f"layer {label_of(self.label)!r}: it saves inside a scan, cond, vmap, while or jit, and there the "
+                "recompute too would make a callback from update_once.",
                 [],
                 "wrap the function in there in remat, instead of the layer around it; or return the state as a result.",
             )
@@ -576,7 +579,7 @@ class Call:
         lane = self._lane(program, found, None, count)
         if not isinstance(thread.run, JaxRun):
             note(label_of(self.label), lane.recompute, taped.arrays, inputs, self.options.policy, tags=False)
-        return found.shape.join(lane.alone(taped.arrays, inputs))
+        return found.shape.join(self._in_reverse(lambda: lane.alone(taped.arrays, inputs)))
 
     # ------------------------------------------------------------------- inside the recompute of another
 

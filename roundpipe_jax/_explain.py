@@ -12,6 +12,8 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr
 
+from roundpipe_core._report import html_table, in_words, json_of, text_table
+
 from ._backend import aval_bytes
 from ._jax import is_float, is_on_host, struct
 from ._offload import Offload, Offloading
@@ -45,6 +47,12 @@ class LayerCost:
         """All bytes kept between forward and backward."""
         return self.inputs + self.slot + self.policy
 
+    def cells(self) -> tuple[str, ...]:
+        """As a line of the table."""
+        sizes = map(in_words, (self.inputs, self.slot, self.policy, self.kept, self.host, self.without_remat))
+        flops = f"{self.recomputed_flops:.3g} FLOPs"
+        return self.label.partition(" (")[0], str(self.calls), *sizes, flops, self.hint
+
     @property
     def hint(self) -> str:
         """What to do about a layer whose remat does not pay, or nothing."""
@@ -62,22 +70,18 @@ class Explanation:
     layers: tuple[LayerCost, ...] = field(default_factory=tuple)
 
     def __str__(self) -> str:
-        head = ("layer", "calls", "inputs", "slot", "policy", "kept", "on the host", "without remat", "recomputed", "")
-        rows = [
-            (
-                cost.label.partition(" (")[0],
-                str(cost.calls),
-                *map(_bytes, (cost.inputs, cost.slot, cost.policy, cost.kept, cost.host, cost.without_remat)),
-                f"{cost.recomputed_flops:.3g} FLOPs",
-                cost.hint,
-            )
-            for cost in self.layers
-        ]
-        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in (head, *rows)
-        )
+        return text_table(_HEAD, [cost.cells() for cost in self.layers])
+
+    def to_json(self) -> str:
+        """The same for programs. Bytes are numbers."""
+        return json_of(self.layers)
+
+    def to_html(self) -> str:
+        """The same as a page."""
+        return html_table("What remat keeps and recomputes", _HEAD, [cost.cells() for cost in self.layers])
+
+
+_HEAD = ("layer", "calls", "inputs", "slot", "policy", "kept", "on the host", "without remat", "recomputed", "")
 
 
 def explain(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -243,11 +247,3 @@ def flops_of(jaxpr: Jaxpr) -> int:
 def _added(one: LayerCost, other: LayerCost) -> LayerCost:
     numbers = ("calls", "inputs", "slot", "policy", "without_remat", "recomputed_flops", "host")
     return LayerCost(one.label, *(getattr(one, name) + getattr(other, name) for name in numbers))
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.4g} {unit}"
-        size /= 1000
-    return f"{size:.4g} GB"

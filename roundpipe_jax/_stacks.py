@@ -52,7 +52,7 @@ def stack_of(label: Any, count: int) -> Stack:
     if isinstance(run, JaxRun) and run.marks is not None:
         return _Recorded(run, count)
     if isinstance(run, (TapeRun, JaxRun)) and isinstance(run.slot, TapedSlot):
-        return _Replayed(run, label, count)
+        return _Replayed(run, label, count) if count else _Recorded(run, 0)  # traced all the same, and asks nothing
     return Stack()
 
 

@@ -1,6 +1,7 @@
 """Activation checkpointing for PyTorch that remembers its decisions."""
 
 from roundpipe_core import (
+    Difference,
     ExchangeError,
     ExchangeReport,
     Flip,
@@ -13,11 +14,13 @@ from roundpipe_core import (
     RoundPipeError,
     SlotError,
     Tape,
+    TapeDiff,
     TapeEntry,
     TapeError,
     VerifyError,
     VerifyWarning,
     __version__,
+    diff,
     doing_recompute,
     get_recompute_data,
     keep,
@@ -31,17 +34,22 @@ from roundpipe_core import (
 
 from . import _backend as _backend  # makes tensors known to the core
 from ._checkpoint import checkpoint, checkpoint_sequential, recompute_contexts
-from ._errors import CheckpointMismatchError
+from ._errors import CheckpointMismatchError, CompileError
 from ._exchange import exchange, from_dlpack
 from ._modules import remat
 from ._offload import Offload
+from ._uncompiled import run_uncompiled
+from ._usage import LayerUsage, Usage, usage
 
 __all__ = [
     "CheckpointMismatchError",
+    "CompileError",
+    "Difference",
     "ExchangeError",
     "ExchangeReport",
     "Flip",
     "GradientError",
+    "LayerUsage",
     "MismatchError",
     "MutationError",
     "Offload",
@@ -51,13 +59,16 @@ __all__ = [
     "RoundPipeError",
     "SlotError",
     "Tape",
+    "TapeDiff",
     "TapeEntry",
     "TapeError",
+    "Usage",
     "VerifyError",
     "VerifyWarning",
     "__version__",
     "checkpoint",
     "checkpoint_sequential",
+    "diff",
     "doing_recompute",
     "exchange",
     "from_dlpack",
@@ -71,4 +82,7 @@ __all__ = [
     "replay",
     "save_for_recompute",
     "update_once",
+    "usage",
 ]
+
+run_uncompiled("roundpipe_core", "roundpipe_torch")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from roundpipe_core import Tape, replay
 from roundpipe_core._backend import backend_of, expand, numpys, origin_of, register_backend, to_host
@@ -49,13 +50,13 @@ class TorchBackend:
         )
 
     def snapshot(self, array: torch.Tensor) -> torch.Tensor:
-        return array.clone()
+        return _cloned(array)
 
     def restore(self, stored: torch.Tensor) -> torch.Tensor:
-        return stored.clone()
+        return _cloned(stored)
 
     def nbytes(self, stored: torch.Tensor) -> int:
-        return stored.nbytes
+        return held(stored).nbytes
 
     def place(self, stored: torch.Tensor) -> str:
         return str(stored.device)
@@ -76,6 +77,7 @@ class TorchBackend:
     def extremes(self, array: torch.Tensor) -> tuple[int, ...] | None:
         if array.is_meta or type(array) is FakeTensor:
             return None
+        array = held(array)
         if not array.numel():
             return ()
         array = array.to(torch.int64) if array.dtype in _NO_EXTREMES else array
@@ -84,9 +86,11 @@ class TorchBackend:
 
     def to_host(self, array: torch.Tensor) -> HostArray:
         dtype, shape = self.described(array)
-        plain = array.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        data = ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.numel() else b""
-        return HostArray(dtype, shape, memoryview(data), self.name)
+        fault = _no_bytes(array)
+        if fault is not None:
+            raise TypeError(fault)
+        plain = array.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        return HostArray(dtype, shape, _view(plain) if plain.numel() else memoryview(b""), self.name)
 
     def adopt(self, array: Any, like: Any) -> torch.Tensor:
         return _converted(array, *((None, None) if like is None else (like.dtype, like.device)))
@@ -117,6 +121,27 @@ class TorchBackend:
 
 
 _NO_EXTREMES = (torch.uint16, torch.uint32, torch.uint64)
+
+
+def _no_bytes(array: torch.Tensor) -> str | None:
+    """Why the values of `array` cannot be read from memory."""
+    if array.is_meta or isinstance(array, FakeTensor):
+        return "a tensor without values (meta, fake, or traced)"
+    if torch._C._functorch.is_functorch_wrapped_tensor(array):
+        return "a tensor inside of a torch.func transform"
+    if array.layout is not torch.strided or array.is_quantized:
+        return f"a tensor of layout {array.layout}; save its indices and values"
+    composed: bool = is_traceable_wrapper_subclass(array)
+    if composed:
+        return f"a {type(array).__name__}, which is made of other tensors; save those, or its full value"
+    return None
+
+
+def _view(plain: torch.Tensor) -> memoryview:
+    try:
+        return memoryview(plain.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    except RuntimeError:  # built or installed without numpy
+        return memoryview(ctypes.string_at(plain.data_ptr(), plain.nbytes))
 
 
 def from_host(host: HostArray) -> torch.Tensor:
@@ -162,13 +187,37 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return cast
 
 
+def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy. Of a DTensor with the same placements: its own clone() would ask other ranks to add up partial values."""
+    part = held(tensor)
+    if part is tensor:
+        return tensor.clone()
+    whole: Any = tensor
+    copy: torch.Tensor = type(whole).from_local(
+        part.clone(), whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return copy
+
+
+def held(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a tensor this rank holds: of a DTensor its local part. Asks no other rank."""
+    if type(tensor) is torch.Tensor:
+        return tensor
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
 def differing_rows(
     one: torch.Tensor, other: torch.Tensor, tolerance: tuple[float, float] | None = None
 ) -> tuple[int, int, int] | None:
     """(rows that differ, rows, first such row) of two tensors of one shape; None if all agree.
 
     With `tolerance` (relative, absolute) rows of floats may differ by that much. Reads the result back to the host.
+    Of tensors spread over ranks, the rows of this rank are compared.
     """
+    one, other = held(one), held(other)
+    if one.shape != other.shape:
+        return len(one), len(one), 0
     if tolerance is None or not one.dtype.is_floating_point:
         differs = (one != other) & ~((one != one) & (other != other))
     else:

@@ -1,8 +1,11 @@
 """Buffers of the modules in a region: what the forward moved on, the recompute must not move on again.
 
 Running statistics, counters, power iterations: a forward changes them in place. The recompute runs the same code, so
-it gets copies to change, with the values that the forward found. If the layer asked for its phase, or changed a buffer
-in a part that the recompute leaves out, it may rely on what the forward left; then the copies have the values of now.
+it gets copies to change, with the values that the forward found. Where it leaves a part out (a decision, a kept part),
+the copies get the values that the forward had after that part, as random numbers do (R7).
+
+A layer that asks for its phase may leave out any part, and counts on finding what its forward left. There the copies
+have the values of now.
 
 A buffer is replaced for the time of the recompute, not written: others may have saved it for their backward.
 """
@@ -21,29 +24,46 @@ from ._errors import buffer_unknown
 from ._state import modules_of
 from ._views import version_of
 
-__all__ = ["Buffers"]
+__all__ = ["Buffers", "Moved", "copies"]
 
 _SMALL = 1 << 16
 """Bytes up to which a buffer is copied before each forward and for each recompute: not every write can be seen."""
 
-_changing: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, bool]] = weakref.WeakKeyDictionary()
-"""Of larger buffers: whether a forward in training has ever changed them."""
+_changing: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[str, bool], bool]] = weakref.WeakKeyDictionary()
+"""Of larger buffers: whether a forward has ever changed them, in training (True) and in evaluation (False)."""
+
+
+Moved = tuple[torch.nn.Module, str, torch.Tensor]
+"""A buffer and its values at some point of the forward."""
 
 
 class _Buffer:
     """One buffer, when the forward began."""
 
-    __slots__ = ("before", "module", "name", "tensor", "version")
+    __slots__ = ("_noted", "before", "module", "name", "tensor", "version")
 
     def __init__(self, module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
         self.module, self.name, self.tensor = module, name, tensor
         self.version = 0
+        self._noted: tuple[int, int, torch.Tensor] | None = None  # the last value asked for, and what it was made of
         self.before: torch.Tensor | None = None
         if isinstance(module, _NormBase):
             return  # what it gives does not depend on them in training, and does not change them in evaluation
         self.version = version_of(tensor)
-        if tensor.nbytes <= _SMALL or _changing.get(module, {}).get(name, True):
+        if tensor.nbytes <= _SMALL or _changing.get(module, {}).get((name, module.training), True):
             self.before = tensor.detach().clone()
+
+    def moved(self) -> torch.Tensor | None:
+        """A copy of its values, if the forward has changed it so far."""
+        now = self.module._buffers.get(self.name)
+        if now is None or isinstance(self.module, _NormBase) or now.requires_grad:
+            return None
+        version = version_of(now)
+        if now is self.tensor and version == self.version:
+            return None
+        if self._noted is None or self._noted[:2] != (id(now), version):
+            self._noted = id(now), version, now.detach().clone()
+        return self._noted[2]
 
     def settle(self) -> bool:
         """Whether the forward changed it, as far as that can be seen."""
@@ -55,9 +75,8 @@ class _Buffer:
         if self.tensor.nbytes <= _SMALL:
             return True
         changed = version_of(self.tensor) != self.version
-        if changed or self.module.training:
-            known = _changing.setdefault(self.module, {})
-            known[self.name] = changed or known.get(self.name, False)
+        known, what = _changing.setdefault(self.module, {}), (self.name, self.module.training)
+        known[what] = changed or known.get(what, False)
         return changed
 
     def copy(self, layer: str, as_before: bool) -> torch.Tensor:
@@ -74,44 +93,62 @@ class _Buffer:
 class Buffers:
     """The buffers that a region's forward can reach; once it is over, those that it may have changed."""
 
-    __slots__ = ("_aside", "_changed", "_watched")
+    __slots__ = ("_changed", "_swapped", "_watched")
 
-    def __init__(self, function: Any, arguments: Iterable[Any]) -> None:
-        self._watched = [_Buffer(*found) for found in _found(function, arguments)]
+    def __init__(self, watched: list[_Buffer]) -> None:
+        self._watched = watched
         self._changed: list[_Buffer] = []
-        self._aside: set[int] = set()  # changed in a part that the recompute leaves out
+        self._swapped: set[tuple[int, str]] = set()
+
+    @classmethod
+    def of(cls, function: Any, arguments: Iterable[Any]) -> Buffers | None:
+        """Those of the modules that a call can reach; None if there are none."""
+        watched = [_Buffer(*found) for found in _found(function, arguments)]
+        return cls(watched) if watched else None
 
     def settle(self) -> None:
         """The forward is over."""
-        if self._watched:
-            self._changed = [buffer for buffer in self._watched if buffer.settle()]
-            self._aside = {id(buffer) for buffer in self._changed if id(buffer) in self._aside}
-            self._watched = []
+        self._changed = [buffer for buffer in self._watched if buffer.settle()]
+        self._watched = []
 
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Around a part of the forward that the recompute leaves out."""
-        before = [(buffer.module._buffers.get(buffer.name), version_of(buffer.tensor)) for buffer in self._watched]
-        yield
-        for buffer, (tensor, version) in zip(self._watched, before, strict=True):
-            if buffer.module._buffers.get(buffer.name) is not tensor or version_of(buffer.tensor) != version:
-                self._aside.add(id(buffer))
+    def moved(self) -> Iterator[Moved]:
+        """What the forward has changed so far."""
+        for buffer in self._watched:
+            value = buffer.moved()
+            if value is not None:
+                yield buffer.module, buffer.name, value
+
+    def set(self, moved: Iterable[Moved]) -> None:
+        """Give the copies these values."""
+        for module, name, value in moved:
+            if (id(module), name) in self._swapped:
+                module._buffers[name] = value.clone()
 
     @contextlib.contextmanager
     def copies(self, layer: str, told: bool) -> Iterator[None]:
-        """Let the modules have copies. `told`: the layer knows its phase in this run, and knew it in forward."""
+        """Let the modules have copies. `told`: the layer knows its phase."""
         put_back = []
         try:
             for buffer in self._changed:
                 if buffer.name in buffer.module._buffers:
                     now = buffer.module._buffers[buffer.name]
-                    copy = buffer.copy(layer, not told and id(buffer) not in self._aside)
+                    copy = buffer.copy(layer, not told)
                     put_back.append((buffer, now))
                     buffer.module._buffers[buffer.name] = copy
+            self._swapped = {(id(buffer.module), buffer.name) for buffer, _ in put_back}
             yield
         finally:
+            self._swapped = set()
             for buffer, now in put_back:
                 buffer.module._buffers[buffer.name] = now
+
+
+_NO_CONTEXT = contextlib.nullcontext()
+
+
+def copies(buffers: Buffers | None, layer: str, told: bool) -> contextlib.AbstractContextManager[None]:
+    """`buffers.copies`, if there are any."""
+    return _NO_CONTEXT if buffers is None else buffers.copies(layer, told)
 
 
 def _found(function: Any, arguments: Iterable[Any]) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
@@ -122,7 +159,11 @@ def _found(function: Any, arguments: Iterable[Any]) -> Iterator[tuple[torch.nn.M
         if module is None or id(module) in seen:
             continue
         seen.add(id(module))
+        if isinstance(module, torch.jit.ScriptModule):  # its buffers cannot be swapped
+            continue
         waiting += module._modules.values()
         for name, buffer in module._buffers.items():
-            if buffer is not None and (isinstance(module, _NormBase) or not torch.nn.parameter.is_lazy(buffer)):
+            if buffer is None or buffer.requires_grad:  # one that carries gradient is part of the graph, not state
+                continue
+            if isinstance(module, _NormBase) or not torch.nn.parameter.is_lazy(buffer):
                 yield module, name, buffer

@@ -9,12 +9,16 @@ from types import TracebackType
 from typing import Any, Literal
 
 import torch
+from torch._guards import TracingContext
 from torch.utils import checkpoint as torch_checkpoint
 
 from roundpipe_core import layer_scope
 from roundpipe_core._phase import Phase, Run, open_slot, thread
 from roundpipe_core._slots import Slot, label_of
 
+from . import _compile
+from ._auto import watching
+from ._decisions import as_decisions
 from ._errors import wrong_option
 from ._frames import Frame, Options, TorchRun
 from ._inputs import line_up
@@ -77,6 +81,9 @@ def checkpoint(
 
     Implements R1, R7 to R11.
     """
+    if torch.compiler.is_dynamo_compiling():
+        given = {"context_fn": context_fn, "determinism_check": determinism_check}
+        return _compile.region(function, args, kwargs, given)
     if (
         context_fn is torch_checkpoint.noop_context_fn
         and determinism_check == "default"
@@ -107,6 +114,7 @@ def options_from(
     preserve_rng_state: bool = True,
     label: str | None = None,
     verify: str = "off",
+    auto: Any = False,
     offload: str | Offload | None = None,
 ) -> Options:
     """Options for one call, checked, with torch's own overrides (`set_checkpoint_early_stop`, ...) applied."""
@@ -130,6 +138,7 @@ def options_from(
         early_stop=early_stop if stop is None else stop,
         debug=debug if more is None else more,
         verify=verify,
+        auto=as_decisions(target, auto),
         offload=_TO_HOST if isinstance(offload, str) else offload,
     )
 
@@ -154,7 +163,10 @@ def run_region(
     tracked = torch.is_grad_enabled()
     if not tracked and (outer is None or outer.phase is Phase.OFF):
         return function(*args, **kwargs)  # R2: no backward will come
+    if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
+        return function(*args, **kwargs)  # an exported or traced program has the layer alone
     phase, slot = open_slot(options.label or function)
+    function = watching(function, options.auto, outer)
     if slot.rows is not None:
         line_up(slot, args, kwargs)
     if not tracked or phase is Phase.AUDIT:
@@ -276,6 +288,8 @@ def recompute_contexts(label: str = "recompute_contexts") -> _Contexts:
     Returns:
         The context managers for the forward and for each recompute.
     """
+    if TracingContext.try_get() is not None:
+        return _compile.contexts()
     shared = _Shared(label)
     return _PhaseContext(shared, recompute=False), _PhaseContext(shared, recompute=True)
 
@@ -293,7 +307,7 @@ class _Shared:
 class _PhaseContext:
     """Sets the phase. Can be entered again: one graph may be recomputed many times (R11)."""
 
-    __slots__ = ("_outer", "_recompute", "_shared")
+    __slots__ = ("_outer", "_recompute", "_shared", "ac_graph_id")  # the last is written by torch.compile
 
     def __init__(self, shared: _Shared, recompute: bool) -> None:
         self._shared, self._recompute = shared, recompute

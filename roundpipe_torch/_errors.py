@@ -2,6 +2,8 @@
 
     MismatchError
     └── CheckpointMismatchError   (also torch's CheckpointError)   R10
+    RoundPipeError
+    └── CompileError              (also RuntimeError)
 
 The functions give errors to raise; `layer` is the label of the region.
 """
@@ -16,29 +18,38 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointError
 
-from roundpipe_core import MismatchError, MutationError, OptionError, SlotError
+from roundpipe_core import MismatchError, MutationError, OptionError, RoundPipeError, SlotError
 from roundpipe_core._errors import message
 from roundpipe_core._slots import Place, label_of, where
 
 __all__ = [
     "CheckpointMismatchError",
+    "CompileError",
     "argument_written",
     "buffer_unknown",
     "captured",
     "context_swallowed",
+    "decided_in_compiled_code",
+    "decided_under_a_transform",
     "differentiated_inside",
     "differentiated_twice",
     "drawn_in_a_crowd",
     "drawn_in_another_layout",
     "input_changed",
+    "is_ours",
     "kept_output_changed",
     "no_partner",
     "not_kept",
+    "other_decision",
     "other_node",
     "other_parameter",
+    "other_shape",
+    "ran_uncompiled",
+    "sharded_inside",
     "started_inside",
     "tensor_changed",
     "user_line",
+    "user_place",
     "wrong_option",
 ]
 
@@ -48,6 +59,25 @@ class CheckpointMismatchError(MismatchError, CheckpointError):
 
     Also torch's own `CheckpointError`, so that code which catches that keeps working.
     """
+
+
+class CompileError(RoundPipeError, RuntimeError):
+    """torch.compile was asked for something that cannot be right in a compiled graph.
+
+    Raised under `fullgraph=True`, and where splitting the graph would not help either.
+    """
+
+
+def ran_uncompiled() -> CompileError:
+    """The traced forward runs without a backward made from it."""
+    return CompileError(
+        message(
+            "a checkpointed layer was traced for a backend that does not compile the backward, so the recompute would "
+            "decide again.",
+            [],
+            'use a backend that does, such as "inductor" or "aot_eager".',
+        )
+    )
 
 
 def no_partner(layer: str, wanted: str, forward: str, recompute: str) -> CheckpointMismatchError:
@@ -137,6 +167,60 @@ def drawn_in_another_layout(layer: str, what: str) -> CheckpointMismatchError:
     )
 
 
+def other_decision(
+    layer: str, number: int, forward: tuple[str, Place] | None, recompute: tuple[str, Place] | None
+) -> CheckpointMismatchError:
+    """The recompute of a region with `auto` meets other operations than the forward met."""
+
+    def told(decision: tuple[str, Place] | None) -> str:
+        return f"{decision[0]} at {where(decision[1])}" if decision else "none"
+
+    return CheckpointMismatchError(
+        message(
+            f"layer {layer!r}: the phases do not decide in the same order; they part at decision {number}.",
+            [("forward", told(forward)), ("recompute", told(recompute))],
+            "something that `auto` does not see led the recompute another way (Python state, numpy, a cache that the "
+            "forward filled): give it to recompute_once(function, ...) or save_for_recompute.",
+        )
+    )
+
+
+def other_shape(
+    layer: str, what: str, shape: tuple[int, ...], saved: tuple[int, ...], place: Place
+) -> CheckpointMismatchError:
+    """The recompute decides about a tensor of another shape."""
+    return CheckpointMismatchError(
+        message(
+            f"layer {layer!r}: {what} of a tensor of shape {list(shape)} in the recompute; the forward chose "
+            f"{list(saved)} of one of another shape.",
+            [("at", where(place))],
+            "save what decides about the shape by recompute_once(function, ...) or save_for_recompute.",
+        )
+    )
+
+
+def decided_under_a_transform(layer: str, what: str) -> OptionError:
+    """A decision inside torch.func.vmap and its kin cannot be kept: it belongs to no call alone."""
+    return OptionError(
+        message(
+            f"layer {layer!r}: auto cannot keep what {what} decides inside a torch.func transform.",
+            [("at", user_line())],
+            "make the decision by recompute_once(function, ...) around the transform.",
+        )
+    )
+
+
+def decided_in_compiled_code(layer: str, what: str) -> OptionError:
+    """The compiler may make one kernel of a decision and what is around it."""
+    return OptionError(
+        message(
+            f"layer {layer!r}: auto cannot keep what {what} decides in compiled code.",
+            [("at", user_line())],
+            "keep it by save_for_recompute in that code and leave auto out, or do not compile the function.",
+        )
+    )
+
+
 def started_inside(layer: str) -> CheckpointMismatchError:
     """The accelerator has random numbers now that were not there when the region began (R7)."""
     return CheckpointMismatchError(
@@ -146,6 +230,18 @@ def started_inside(layer: str) -> CheckpointMismatchError:
             [],
             "use the device before, for instance by moving the model or the input to it, or pass "
             "preserve_rng_state=False.",
+        )
+    )
+
+
+def sharded_inside(layer: str) -> CheckpointMismatchError:
+    """A nested backward would add to gradients that fully_shard has reduced already."""
+    return CheckpointMismatchError(
+        message(
+            f"layer {layer!r}: use_reentrant=True around a module of fully_shard that this backward has been through "
+            "before. The nested backward of its first use ended its step, so the gradient would be wrong.",
+            [],
+            "use the default engine (use_reentrant=False), or checkpoint inside of what is sharded.",
         )
     )
 
@@ -254,11 +350,25 @@ def wrong_option(target: Any, what: str, way_out: str, *facts: tuple[str, str]) 
 
 _OURS = tuple(str(Path(__file__).parents[1] / name) + os.sep for name in ("roundpipe_core", "roundpipe_torch"))
 _TORCH = str(Path(torch.__file__).parent) + os.sep
+_NOT_THEIRS = (*_OURS, _TORCH)
+
+
+def is_ours(filename: str) -> bool:
+    """Whether a file belongs to this library."""
+    return filename.startswith(_OURS)
 
 
 def user_line() -> str:
     """The innermost line that is neither torch's nor ours."""
+    return where(user_place())
+
+
+def user_place() -> Place:
+    """The file and the number of that line."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((*_OURS, _TORCH)):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THEIRS):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+user_line._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called, not traced, by torch.compile

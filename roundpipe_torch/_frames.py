@@ -25,7 +25,8 @@ from roundpipe_core._slots import Entry, Place, Slot
 from roundpipe_core._trees import flatten
 
 from ._backend import adopted
-from ._buffers import Buffers
+from ._buffers import Buffers, Moved, copies
+from ._decisions import Decisions
 from ._errors import (
     context_swallowed,
     drawn_in_a_crowd,
@@ -38,10 +39,12 @@ from ._errors import (
     tensor_changed,
 )
 from ._inputs import Inputs
-from ._keep import keep
+from ._keep import forget_with, keep
 from ._matching import Leaf, Pairs, Trace, match, match_aligned, node_count, node_names, region_codes
-from ._offload import MOVED, Moved, Offload, Parcel
+from ._offload import MOVED, Offload, Parcel, Shipped
+from ._ranks import collectives, keeps_graph, recompute_on_arrival, tell_rank
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replayed
+from ._usage import held
 from ._verify import Audit
 
 __all__ = ["Frame", "Options", "TorchRun", "is_told"]
@@ -63,6 +66,7 @@ class Options(NamedTuple):
     early_stop: bool = True
     debug: bool = False
     verify: str = "off"
+    auto: Decisions | None = None
     offload: Offload | None = None
 
     def context(self, recompute: int) -> AbstractContextManager[Any]:
@@ -70,12 +74,19 @@ class Options(NamedTuple):
         return _NO_CONTEXT if self.contexts is None else self.contexts[recompute]
 
 
+class _State(NamedTuple):
+    """What later code depends on, besides its arguments, right after a save."""
+
+    numbers: list[torch.Tensor] | None  # states of the generators
+    buffers: list[Moved]
+
+
 class TorchRun(Run):
     """A run whose saved tensors are traced and whose random numbers line up."""
 
     __slots__ = (
-        "__weakref__", "_aligned", "_drew", "_outer", "buffers", "generators", "keeping", "own_graph", "parcel", "plan",
-        "trace",
+        "__weakref__", "_aligned", "_drew", "_outer", "buffers", "generators", "keeping", "knowing", "own_graph",
+        "parcel", "plan", "trace", "watching",
     )  # fmt: skip
 
     def __init__(
@@ -83,11 +94,16 @@ class TorchRun(Run):
     ) -> None:
         super().__init__(phase, slot)
         self._outer = outer  # the run that this one is a part of
+        self.own_graph = False  # the gradient is the recompute's own
+        self.knowing = False  # a recompute of a layer that asks for its phase
+        self.watching = False  # buffers may change in here
+        self.plan: Offload | None = None
         if outer is not None:
             self.repeats = outer.repeats
-        self.own_graph: bool = isinstance(outer, TorchRun) and outer.own_graph  # the gradient is the recompute's own
-        self.buffers: Buffers | None = None  # that this run may change
-        self.plan: Offload | None = outer.plan if isinstance(outer, TorchRun) else None
+            if isinstance(outer, TorchRun):
+                self.own_graph, self.knowing = outer.own_graph, outer.knowing
+                self.watching, self.plan = outer.watching, outer.plan
+        self.buffers: Buffers | None = None  # of its own region
         self.parcel: Parcel | None = None  # what it has in host memory, once there is something
         self.keeping = False  # inside a function that the recompute leaves out
         self.trace = trace
@@ -126,50 +142,56 @@ class TorchRun(Run):
             self.parcel = Parcel(self.plan or _DEFAULT_PLAN)
         return self.parcel
 
-    def ship(self, tensor: torch.Tensor) -> Moved | None:
+    def ship(self, tensor: torch.Tensor) -> Shipped | None:
         """`tensor`, which `keep` holds, on its way to the host; None if it stays."""
         if self.plan is None or not self.plan.kept or self.slot.rows is not None:
             return None
         return self.load().take(tensor)
 
-    def _decide(self, function: Callable[[], Any]) -> Any:
-        with self.aside():
-            return super()._decide(function)
-
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Around a part of the forward that recomputes leave out."""
-        with contextlib.ExitStack() as stack:
-            run: Run | None = self
-            while isinstance(run, TorchRun):
-                if run.buffers is not None:
-                    stack.enter_context(run.buffers.aside())
-                run = run._outer
-            yield
-
     def outermost(self) -> TorchRun:
         """The run of a region that this one is inside of, itself if there is none."""
-        run = self
-        while isinstance(run._outer, TorchRun):
-            run = run._outer
-        return run
+        return [*self._around()][-1]
 
     def traces(self) -> Iterator[Trace]:
         """The traces of this run and of those that it is a part of."""
+        return (run.trace for run in self._around() if run.trace is not None)
+
+    def _around(self) -> Iterator[TorchRun]:
+        """This run, and those that it is a part of."""
         run: Run | None = self
         while isinstance(run, TorchRun):
-            if run.trace is not None:
-                yield run.trace
+            yield run
             run = run._outer
 
-    def state(self) -> list[torch.Tensor] | None:  # R7
-        return self.generators.since_start() if self.generators else None
+    def observe(self, buffers: Buffers | None) -> None:
+        """Its region's buffers, if it has any."""
+        if buffers is not None:
+            self.buffers, self.watching = buffers, True
 
-    def restore_state(self, state: list[torch.Tensor] | None) -> None:  # R7
-        if self.generators and state is not None:
+    def state(self) -> _State | list[torch.Tensor] | None:  # R7
+        numbers = self.generators.since_start() if self.generators else None
+        if not self.watching:
+            return numbers
+        buffers = (run.buffers for run in self._around() if run.buffers is not None)
+        moved = {(id(one[0]), one[1]): one for own in buffers for one in own.moved()}
+        return _State(numbers, [*moved.values()])
+
+    def restore_state(self, state: _State | list[torch.Tensor] | None) -> None:  # R7
+        if not isinstance(state, _State):
+            self.draw_from(state)
+            return
+        self.draw_from(state.numbers)
+        if state.buffers and not self.knowing:
+            for run in self._around():
+                if run.buffers is not None:
+                    run.buffers.set(state.buffers)
+
+    def draw_from(self, numbers: list[torch.Tensor] | None) -> None:
+        """Let the generators go on from these states."""
+        if self.generators and numbers is not None:
             self._drew = self.drew()
-            self._aligned = state
-            self.generators.set(state)
+            self._aligned = numbers
+            self.generators.set(numbers)
 
     def drew(self) -> bool:
         """Whether this run drew random numbers, other than for a decision."""
@@ -224,8 +246,9 @@ class Frame:
     """One call of a region."""
 
     __slots__ = (
-        "__weakref__", "_ambient", "_buffers", "_crowded", "_function", "_generators", "_inputs", "_located", "_lock",
-        "_needed", "_options", "_outputs", "_parcel", "_plan", "_verified", "returned", "slot", "stop_at", "trace",
+        "__weakref__", "_ambient", "_arrived", "_buffers", "_crowded", "_function", "_generators", "_inputs",
+        "_located", "_lock", "_needed", "_options", "_outputs", "_parcel", "_plan", "_vain", "_verified", "returned",
+        "slot", "stop_at", "talks", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -242,12 +265,15 @@ class Frame:
             Generators(generators_of(function, (*args, *kwargs.values()))) if options.preserve_rng_state else None
         )
         self._ambient = Ambient()
-        self._buffers = Buffers(function, (*args, *kwargs.values()))
+        self._buffers = Buffers.of(function, (*args, *kwargs.values()))
         self._lock = threading.RLock()
         self._needed: list[int] = []
         self._outputs: Any = None
         self._verified = options.verify == "off" or isinstance(slot, TapedSlot)  # a replay repeats nothing
         self._crowded = False
+        self._arrived = -1  # the last backward that recomputed this
+        self._vain: tuple[list[int], Trace] | None = None  # packs that this recompute had no partner for
+        self.talks = False  # to other ranks
         self.returned = False
         self.stop_at = -1
         self._located = is_told(thread.run)
@@ -257,10 +283,11 @@ class Frame:
         """Run the region for the first time."""
         outer = thread.run
         run = TorchRun(phase, self.slot, self.trace, self._generators, outer)
-        run.buffers = self._buffers
+        run.observe(self._buffers)
         if self._parcel is not None:
             run.plan, run.parcel = self._plan, self._parcel
         visit = Visit(self._generators)
+        first, before = node_count(), collectives()
         outputs: Any = _NOTHING
         try:
             with self._options.context(0), saved_tensors_hooks(self._pack, _unpack):
@@ -269,20 +296,31 @@ class Frame:
                     outputs = self._function(*args, **kwargs)
                 finally:
                     thread.run = outer
+        except Exception as error:
+            tell_rank(error, self.slot.label)
+            raise
         finally:
             self._crowded = visit.end()
-        self._buffers.settle()
+        if self._buffers is not None:
+            self._buffers.settle()
         if self._generators and self._generators.missed():
             raise started_inside(self.slot.label)
         if outputs is _NOTHING:
             raise context_swallowed(self.slot.label)
         self._parcel = run.parcel
+        if self.slot.rows is not None and not isinstance(outer, TorchRun):
+            forget_with(self, self.slot)
         self._needed = self.trace.alive()
-        if self._options.early_stop and self._verified and self._needed:
+        self.talks = collectives() != before
+        if self.talks:
+            recompute_on_arrival(self, outputs, first)
+        elif self._options.early_stop and self._verified and self._needed:
             self.stop_at = self._needed[-1]
         if not self._verified and phase is Phase.FORWARD:
             self._outputs = Audit.copy(outputs)
         self.returned = True
+        if not isinstance(outer, TorchRun):
+            held(self.slot, (*args, *kwargs.values()), self._parcel)
         return outputs
 
     def _pack(self, tensor: torch.Tensor) -> Holder:
@@ -294,9 +332,9 @@ class Frame:
         """The value of a holder that has none: recompute, once for all holders still alive."""
         with self._lock:
             if holder.value is None:
-                recompute = self._recompute(holder)
+                again = self._tried(holder) or self._recompute(holder).trace
                 if holder.value is None:
-                    forward, again = self.trace, recompute.trace
+                    forward = self.trace
                     raise no_partner(
                         self.slot.label,
                         forward.told_of(holder.index),
@@ -305,12 +343,36 @@ class Frame:
                     )
             return holder.value
 
-    def _recompute(self, asked: Holder) -> _Recompute:
+    def arrive(self) -> None:
+        """Recompute now, as every rank does, once in each backward."""
+        try:
+            with self._lock:
+                if self._arrived != torch._C._current_graph_task_id():
+                    self._recompute(None)
+        except Exception as error:
+            tell_rank(error, self.slot.label)
+            raise
+
+    def _tried(self, holder: Holder) -> Trace | None:
+        """A recompute of this backward that could not fill `holder`, where one rank may not start another alone."""
+        if self._vain is None or self._arrived != torch._C._current_graph_task_id():
+            return None
+        lacking, trace = self._vain
+        return trace if holder.index in lacking else None
+
+    def lacking(self) -> list[int]:
+        """Packs that a backward may ask for and that have no value."""
+        return [n for n in self.needed() if (holder := self.trace.refs[n]()) is not None and holder.value is None]
+
+    def _recompute(self, asked: Holder | None) -> _Recompute:
         def attempt(watch: DrawWatch | None) -> tuple[_Recompute, bool]:
             recompute = _Recompute(self, asked)
             return recompute, recompute.run(watch)
 
+        self._arrived, self._vain = torch._C._current_graph_task_id(), None
         recompute, drew = replayed(attempt, self._crowded)
+        if self.talks and (lacking := self.lacking()):
+            self._vain = lacking, recompute.trace
         if drew:
             raise drawn_in_a_crowd(self.slot.label)
         if recompute.relaid >= 0 and recompute.drew:
@@ -367,8 +429,9 @@ class Frame:
         if self._verified:
             return None
         self._verified = True
-        with self._buffers.copies(self.slot.label, told=True):  # as a plain recompute would find them
-            return Audit(self._function, args, kwargs, self.slot, self._generators)
+        run = TorchRun(Phase.AUDIT, self.slot, None, None)
+        with copies(self._buffers, self.slot.label, told=True):  # as a plain recompute would find them
+            return Audit(self._function, args, kwargs, run, self._generators)
 
     def _audited(self, audit: Audit, outputs: Any) -> None:
         before, self._outputs = self._outputs, None
@@ -391,9 +454,9 @@ class _Recompute:
 
     __slots__ = ("_asked", "_stop_offset", "_stop_segment", "_tried", "done", "drew", "frame", "relaid", "trace")
 
-    def __init__(self, frame: Frame, asked: Holder) -> None:
+    def __init__(self, frame: Frame, asked: Holder | None) -> None:
         self.frame = frame
-        self._asked = asked  # the holder that backward waits for
+        self._asked = asked  # the holder that backward waits for, if it has come to one
         self._tried = -1
         self.relaid = -1  # a pack of the forward that the recompute has with other strides
         self.drew = False  # random numbers, after the last decision; known where `relaid` is
@@ -420,10 +483,12 @@ class _Recompute:
         try:
             with torch.enable_grad(), frame._ambient.restored():
                 audit = frame._audit(args, kwargs)
-                run.restore_state(generators.start if generators else None)
-                copies = frame._buffers.copies(frame.slot.label, told=frame.trace.told_at >= 0)
+                run.draw_from(generators.start if generators else None)
+                run.observe(frame._buffers)
+                run.knowing = frame.trace.told_at >= 0
+                buffers = copies(frame._buffers, frame.slot.label, run.knowing)
                 hooks = saved_tensors_hooks(self._pack, _unpack_recomputed)
-                with options.context(1), copies, hooks, watch or _NO_CONTEXT:
+                with options.context(1), buffers, hooks, watch or _NO_CONTEXT:
                     thread.run = run
                     try:
                         outputs = frame._function(*args, **kwargs)
@@ -474,7 +539,7 @@ class _Recompute:
             return False
         self._tried = len(trace.packs)
         pairs, _ = match_aligned(frame.trace, frame.needed(), trace)
-        if self._asked.index not in pairs:
+        if self._asked is None or self._asked.index not in pairs:
             return False
         frame.fill(pairs, trace)
         self.done = True
@@ -484,17 +549,23 @@ class _Recompute:
         """The layer has returned: match what is alive now."""
         if self.done:
             return
-        frame, trace, asked = self.frame, self.trace, self._asked
+        frame, trace = self.frame, self.trace
         compare = frame._options.compare
         trace.finished()
         self._match(frame.needed(), compare, outputs)
-        if asked.value is None:  # a reference cycle may keep what a phase dropped
+        if self._incomplete():  # a reference cycle may keep what a phase dropped
             gc.collect()
             trace.finished()
             for needed in (frame.needed(), frame.trace.alive()):
-                if asked.value is None:
+                if self._incomplete():
                     self._match(needed, compare, outputs)
         self.done = True
+
+    def _incomplete(self) -> bool:
+        """Whether what this was started for is missing; where other ranks take part, anything that may be asked for."""
+        if self._asked is None or self.frame.talks:
+            return bool(self.frame.lacking())
+        return self._asked.value is None
 
     def _match(self, needed: list[int], compare: bool, outputs: Any) -> None:
         frame, trace = self.frame, self.trace
@@ -508,10 +579,19 @@ region_codes |= {Frame.forward.__code__, _Recompute.run.__code__}
 
 
 def _unpack(holder: Holder) -> torch.Tensor:
+    try:
+        return _value_of(holder)
+    except Exception as error:
+        tell_rank(error, holder.frame.slot.label)
+        raise
+
+
+def _value_of(holder: Holder) -> torch.Tensor:
     value = holder.value
     if value is None:
         value = holder.frame.recover(holder)
-    holder.value = None  # a later backward recomputes again; until then nothing is held
+    if not (holder.frame.talks and keeps_graph()):  # else a part of this backward may follow, on some ranks only
+        holder.value = None  # a later backward recomputes again; until then nothing is held
     if holder.fault is not None:
         fault, holder.fault = holder.fault, None
         raise fault

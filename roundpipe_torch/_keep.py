@@ -14,7 +14,7 @@ import contextlib
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from roundpipe_core._backend import Backend, backend_of, expand
 from roundpipe_core._phase import Phase
 from roundpipe_core._slots import Place, Slot, label_of
-from roundpipe_core._trees import Spec, flatten, unflatten
+from roundpipe_core._trees import LEAF, Spec, flatten, unflatten
 
 from ._errors import (
     argument_written,
@@ -37,87 +37,13 @@ from ._errors import (
 )
 from ._inputs import save_tensor
 from ._matching import node_count
-from ._offload import Here, Moved
-from ._views import Origins, View, storage_of, version_of
+from ._offload import Here, Shipped
+from ._residuals import Argument, Held, Packer, Site, unpack, whole_of
+from ._views import Origins, View, version_of
 
-__all__ = ["keep", "release"]
+__all__ = ["forget_with", "keep", "release"]
 
 _Node = Any
-
-
-class _Site:
-    """A call of `keep`, as the tensors that it holds know it: not with its outputs, whose graph holds the tensors."""
-
-    __slots__ = ("_moved", "forward", "label", "reruns", "running", "ship")
-
-    def __init__(self, run: Any) -> None:
-        self.label = run.slot.label
-        self.forward = weakref.ref(run.outermost())  # alive while it runs
-        self.running = True
-        self.reruns = False
-        self.ship: Callable[[torch.Tensor], Moved | None] | None = None
-        self._moved: dict[Any, tuple[torch.Tensor, Moved]] = {}
-
-    def hold(self, tensor: torch.Tensor) -> Here | Moved:
-        """`tensor`, without its graph, here or in host memory; there only once."""
-        key = storage_of(tensor)
-        if self.ship is None or key is None:
-            return Here(tensor)
-        view = (key, tensor.storage_offset(), tensor.shape, tensor.stride())
-        if view not in self._moved:
-            moved = self.ship(tensor)
-            if moved is None:
-                return Here(tensor)
-            self._moved[view] = tensor.detach(), moved  # while its memory is held, no other tensor gets it
-        return self._moved[view][1]
-
-    def close(self) -> None:
-        """Nothing more to hold."""
-        self.ship = None
-        self._moved.clear()
-
-    def asked(self) -> None:
-        """Backward wants something. A layer that differentiates inside itself will do so in the recompute, too."""
-        if not self.running and self.forward() is not None:
-            self.reruns = True
-
-
-class _Held:
-    """A tensor that the function made for its backward."""
-
-    __slots__ = ("__weakref__", "is_weight", "site", "value")
-
-    def __init__(self, site: _Site, tensor: torch.Tensor) -> None:
-        self.site = site
-        base = _whole(tensor)
-        self.is_weight = base.is_leaf and base.requires_grad
-        self.value = Here(tensor) if self.is_weight else site.hold(tensor)
-
-    def unpack(self) -> torch.Tensor:
-        self.site.asked()
-        value = self.value.fetch()
-        if self.value.changed:
-            raise tensor_changed(self.site.label, value)
-        return value
-
-
-class _Argument:
-    """A part of an argument that backward needs. `live` while the function runs, later `saved`."""
-
-    __slots__ = ("__weakref__", "live", "part", "saved", "site")
-
-    def __init__(self, site: _Site, part: View, live: torch.Tensor) -> None:
-        self.site, self.part = site, part
-        self.live: torch.Tensor | None = live
-        self.saved: Any = None
-
-    def unpack(self) -> torch.Tensor:
-        self.site.asked()
-        return self.part.of(self.saved.unpack() if self.live is None else self.live)
-
-
-def _unpack(held: _Held | _Argument) -> torch.Tensor:
-    return held.unpack()
 
 
 class _Output:
@@ -125,7 +51,7 @@ class _Output:
 
     __slots__ = ("backend", "part", "tracked", "value")
 
-    def __init__(self, leaf: Any, origins: Origins, site: _Site) -> None:
+    def __init__(self, leaf: Any, origins: Origins, site: Site) -> None:
         self.backend: Backend | None = None
         self.part: View | None = None
         self.tracked = False
@@ -146,7 +72,7 @@ class _Output:
         if self.part is not None:
             whole = arguments[self.part.whole]
             return whole if self.part.geometry is None else self.part.of(whole)
-        if not isinstance(self.value, (Here, Moved)):
+        if not isinstance(self.value, (Here, Shipped)):
             return self.value if self.backend is None else self.backend.restore(self.value)
         value = self.value.fetch()
         if self.value.changed:
@@ -159,31 +85,32 @@ class Kept:
 
     __slots__ = (
         "grads", "graph", "layer", "linked", "makers", "met", "name", "needs", "nodes", "outputs", "place",
-        "residuals", "site", "spec", "state", "waiting", "written",
+        "residuals", "site", "spec", "state", "waiting", "weights", "written",
     )  # fmt: skip
 
-    def __init__(self, layer: str, name: str, place: Place, site: _Site) -> None:
+    def __init__(self, layer: str, name: str, place: Place, site: Site) -> None:
         self.layer, self.name, self.place, self.site = layer, name, place, site
         self.spec: Spec
         self.outputs: list[_Output] = []
         self.needs: list[int] = []  # arguments that backward needs, once for each time
         self.linked: list[int] = []  # arguments that a gradient can get to
+        self.weights: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # among them, with their versions
         self.written: dict[int, weakref.ref[torch.Tensor]] = {}  # arguments that the function changed in place
-        self.residuals: list[weakref.ref[_Held]] = []
+        self.residuals: list[weakref.ref[Held]] = []
         self.met: dict[Any, int] = {}
         self.nodes = 0
         self.makers: list[tuple[str, int]] = []  # of the tracked outputs, as a trace knows them
         self.state: Any = None
         # If isolated:
         self.graph: list[Any] | None = None  # edges of the tracked outputs into the function's graph
-        self.waiting: list[weakref.ref[_Argument]] = []  # where that graph gets the arguments that it needs
+        self.waiting: list[weakref.ref[Argument]] = []  # where that graph gets the arguments that it needs
         self.grads: dict[int, torch.Tensor] = {}  # what a backward through it gave for the arguments
 
     def places(self) -> Counter[str]:
         """Bytes held for the recompute and for the function's backward, each memory once, by where they are (R12)."""
         residuals = (ref() for ref in self.residuals)
         values = [held.value for held in residuals if held is not None and not held.is_weight]
-        values += [out.value for out in self.outputs if isinstance(out.value, (Here, Moved))]
+        values += [out.value for out in self.outputs if isinstance(out.value, (Here, Shipped))]
         held = {value.memory: value for value in values}
         places: Counter[str] = Counter()
         for value in held.values():
@@ -191,10 +118,13 @@ class Kept:
         return places
 
     def refuse_written(self, arguments: list[torch.Tensor]) -> None:
-        """The recompute's arguments must have what the function wrote into the forward's: be the same (R6)."""
+        """What the function wrote into an argument must be there, and nothing else into a weight (R6)."""
         for n, written in self.written.items():
-            if written() is not _whole(arguments[n]):
+            if written() is not whole_of(arguments[n]):
                 raise argument_written(self.layer, self.name, self.place, arguments[n])
+        for n, (weight, version) in self.weights.items():
+            if weight() is arguments[n] and arguments[n]._version != version:
+                raise tensor_changed(self.layer, arguments[n])
 
     def stand_ins(self, arguments: list[torch.Tensor], saved: list[Any]) -> list[Any]:
         """The leaves of the outputs, for a recompute with these arguments."""
@@ -233,10 +163,6 @@ class Kept:
                     argument.live = None
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor._base is None else tensor._base
-
-
 class _Stand(torch.autograd.Function):
     """Stands in the graph for the function that was not run."""
 
@@ -268,31 +194,46 @@ class _Cut(torch.autograd.Function):
 class _Call:
     """The function, and the tensors that it is called with, its closure's included."""
 
-    __slots__ = ("_function", "_leaves", "_places", "_spec", "count", "tensors")
+    __slots__ = ("_function", "_names", "_opened", "_values", "count", "tensors")
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._function = function
-        self._leaves: list[Any] = []
-        self._spec = flatten((args, kwargs), self._leaves, expand)
-        self._places = [n for n, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
-        self.tensors: list[torch.Tensor] = [self._leaves[n] for n in self._places]
+        self._function, self._names = function, tuple(kwargs)
+        self._values = (*args, *kwargs.values())
+        self._opened = [_opened(value) for value in self._values]
+        self.tensors = [leaf for leaves, _ in self._opened for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self.count = len(self.tensors)  # of the arguments
         _add_captured(function, self.tensors)
 
     def given(self, isolated: bool, grads: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         """The tensors to call with: these, or the same cut off from their graph."""
-        if not isolated or not torch.is_grad_enabled():
+        if not isolated:
             return self.tensors
         arguments = self.tensors[: self.count]
-        cut = [_cut(grads, n, tensor) for n, tensor in enumerate(arguments)]
-        return cut + self.tensors[self.count :]
+        first = {id(tensor): n for n, tensor in reversed(list(enumerate(arguments)))}
+        cut = {n: _cut(grads, n, arguments[n]) for n in first.values()}
+        return [cut[first[id(tensor)]] for tensor in arguments] + self.tensors[self.count :]
 
     def __call__(self, tensors: list[torch.Tensor]) -> Any:
-        if tensors is not self.tensors:
-            for place, tensor in zip(self._places, tensors, strict=False):
-                self._leaves[place] = tensor
-        args, kwargs = unflatten(self._spec, iter(self._leaves))
-        return self._function(*args, **kwargs)
+        values = self._values if tensors is self.tensors else self._with(iter(tensors))
+        positional = len(values) - len(self._names)
+        return self._function(*values[:positional], **dict(zip(self._names, values[positional:], strict=True)))
+
+    def _with(self, tensors: Iterator[torch.Tensor]) -> tuple[Any, ...]:
+        """The arguments around other tensors. What holds none that is new stays the object that it is."""
+        values = []
+        for value, (leaves, spec) in zip(self._values, self._opened, strict=True):
+            new = [next(tensors) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            same = all(a is b for a, b in zip(leaves, new, strict=True))
+            values.append(value if same else unflatten(spec, iter(new)))
+        return tuple(values)
+
+
+def _opened(value: Any) -> tuple[list[Any], Spec]:
+    if type(value) is torch.Tensor:  # as most are
+        return [value], LEAF
+    leaves: list[Any] = []
+    spec = flatten(value, leaves, expand)
+    return leaves, spec
 
 
 def _add_captured(function: Any, tensors: list[torch.Tensor]) -> None:
@@ -326,17 +267,17 @@ def keep(run: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     key = run.numbered(f"keep({label_of(function)})")
     kept: Kept | None = run.slot.kept.get(key)
     nodes, call = node_count(), _Call(function, args, kwargs)
-    waiting: list[_Argument] = []
+    waiting: list[Argument] = []
     outputs: Any = _LEFT_OUT
     isolated = False
     if not run.repeats:
-        kept = run.slot.kept[key] = Kept(run.slot.label, key[1], place, _Site(run))
+        kept = run.slot.kept[key] = Kept(run.slot.label, key[1], place, Site(run))
         isolated = run.own_graph and torch.is_grad_enabled()
         outputs = _first(run, kept, call, isolated, waiting)
     elif kept is None:
         raise not_kept(run.slot.label, key[1], place)
     elif kept.site.reruns:
-        outputs, _ = _ran(run, _Site(run), call, call.tensors, waiting)
+        outputs, _ = _ran(run, Site(run), call, call.tensors, waiting)
     run.consulted()
     needs = kept.needs if outputs is _LEFT_OUT else [argument.part.whole for argument in waiting]
     saved = [save_tensor(call.tensors[n]) for n in needs]  # the same line in all phases
@@ -344,13 +285,16 @@ def keep(run: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         run.restore_state(kept.state)  # R7
         run.skip(kept.met)
         kept.refuse_written(call.tensors)
-        outputs = unflatten(kept.spec, iter(kept.stand_ins(call.tensors, saved)))
+        leaves = kept.stand_ins(call.tensors, saved)
+        outputs = unflatten(kept.spec, iter(leaves))
+        _line_up(run, kept, leaves, node_count() - nodes)
     elif isolated:
         outputs = _isolated(kept, outputs, call, waiting, saved)
     else:
         for argument, tensor in zip(waiting, saved, strict=True):
             argument.saved, argument.live = tensor, None
-    _line_up(run, kept, outputs, node_count() - nodes)
+    if not run.repeats:
+        kept.nodes = node_count() - nodes
     run.consulted()
     return outputs
 
@@ -358,7 +302,7 @@ def keep(run: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 _LEFT_OUT = object()
 
 
-def _first(run: Any, kept: Kept, call: _Call, isolated: bool, waiting: list[_Argument]) -> Any:
+def _first(run: Any, kept: Kept, call: _Call, isolated: bool, waiting: list[Argument]) -> Any:
     """Run the function, and note what the recomputes need to know."""
     given = call.given(isolated, kept.grads)
     met, begun = run.met(), node_count()
@@ -368,17 +312,18 @@ def _first(run: Any, kept: Kept, call: _Call, isolated: bool, waiting: list[_Arg
     try:
         outputs, kept.residuals = _ran(run, kept.site, call, given, waiting)
         kept.site.reruns = False
-        leaves: list[Any] = []
-        kept.spec = flatten(outputs, leaves, expand)
+        leaves, kept.spec = _opened(outputs)
         origins = Origins(given)
         kept.outputs = [_Output(leaf, origins, kept.site) for leaf in leaves]
     finally:
         kept.site.close()
     kept.needs = [argument.part.whole for argument in waiting]
+    weights = ((n, call.tensors[n]) for n in set(kept.needs))
+    kept.weights = {n: (weakref.ref(t), t._version) for n, t in weights if t.is_leaf and t.requires_grad}
     kept.state = run.state()
     kept.met = {name: times - met.get(name, 0) for name, times in run.met().items() if times != met.get(name)}
     kept.written = {
-        n: weakref.ref(_whole(tensor))
+        n: weakref.ref(whole_of(tensor))
         for n, (tensor, version) in enumerate(zip(call.tensors, versions, strict=True))
         if version_of(tensor) != version
     }
@@ -395,13 +340,13 @@ def _first(run: Any, kept: Kept, call: _Call, isolated: bool, waiting: list[_Arg
 
 
 def _ran(
-    run: Any, site: _Site, call: _Call, given: list[torch.Tensor], waiting: list[_Argument]
-) -> tuple[Any, list[weakref.ref[_Held]]]:
+    run: Any, site: Site, call: _Call, given: list[torch.Tensor], waiting: list[Argument]
+) -> tuple[Any, list[weakref.ref[Held]]]:
     """The outputs, and what the function's backward holds. `waiting` gets the arguments that backward needs."""
-    packer = _Packer(site, given)
+    packer = Packer(site, given)
     run.keeping = True
     try:
-        with run.aside(), saved_tensors_hooks(packer.pack, _unpack):
+        with saved_tensors_hooks(packer.pack, unpack):
             outputs = call(given)
     finally:
         run.keeping = site.running = False
@@ -410,52 +355,23 @@ def _ran(
     return outputs, packer.held
 
 
-class _Packer:
-    """Tells what the function made from what it was given. Autograd holds on to it, so it has to be emptied."""
-
-    __slots__ = ("asked", "given", "held", "origins", "site")
-
-    def __init__(self, site: _Site, given: list[torch.Tensor]) -> None:
-        self.site = site
-        self.given: list[torch.Tensor] | None = given
-        self.origins: Origins | None = Origins(given)
-        self.held: list[weakref.ref[_Held]] = []
-        self.asked: list[weakref.ref[_Argument]] = []
-
-    def pack(self, tensor: torch.Tensor) -> _Held | _Argument:
-        part = None if self.origins is None else self.origins.of(tensor)
-        if part is None or self.given is None:
-            held = _Held(self.site, tensor)
-            self.held.append(weakref.ref(held))
-            return held
-        argument = _Argument(self.site, part, self.given[part.whole])
-        self.asked.append(weakref.ref(argument))
-        return argument
-
-
-def _isolated(kept: Kept, outputs: Any, call: _Call, waiting: list[_Argument], saved: list[Any]) -> Any:
+def _isolated(kept: Kept, outputs: Any, call: _Call, waiting: list[Argument], saved: list[Any]) -> Any:
     """The outputs of a function that ran on arguments cut off from their graph, joined to that graph."""
     kept.waiting = [weakref.ref(argument) for argument in waiting]
     for argument in waiting:
         argument.live = None
-    leaves: list[Any] = []
-    flatten(outputs, leaves, expand)
+    leaves, _ = _opened(outputs)
     for n, out in enumerate(kept.outputs):
         if out.part is not None and out.part.geometry is None:
             leaves[n] = call.tensors[out.part.whole]
     return unflatten(kept.spec, iter(kept.tracked(leaves, call.tensors, saved)))
 
 
-def _line_up(run: Any, kept: Kept, outputs: Any, nodes: int) -> None:
+def _line_up(run: Any, kept: Kept, leaves: list[Any], nodes: int) -> None:
     """Let traces count nodes from here as if the function had run."""
-    if not run.repeats:
-        kept.nodes = nodes
-        return
     for trace in run.traces():
         trace.skip(nodes - kept.nodes)
     if run.trace is not None:
-        leaves: list[Any] = []
-        flatten(outputs, leaves, expand)
         tracked = [leaf for leaf, out in zip(leaves, kept.outputs, strict=True) if out.tracked]
         run.trace.stand_in(tracked, kept.makers)
 
@@ -488,9 +404,22 @@ def _reached(outputs: Iterable[torch.Tensor], arguments: list[torch.Tensor], beg
 
 def release(slot: Slot) -> None:
     """Let go of the graphs that isolated functions left: no backward comes any more."""
-    for kept in slot.kept.values():
-        if isinstance(kept, Kept):
-            kept.graph = None
+    for kept in _held(slot):
+        kept.graph = None
+
+
+def forget_with(owner: object, slot: Slot) -> None:
+    """Let go of what is kept when `owner` dies. For a slot that a tape holds longer (R9)."""
+    weakref.finalize(owner, _forget, slot).atexit = False
+
+
+def _forget(slot: Slot) -> None:
+    for kept in _held(slot):
+        kept.graph, kept.outputs = None, []
+
+
+def _held(slot: Slot) -> Iterator[Kept]:
+    yield from (kept for kept in slot.kept.values() if isinstance(kept, Kept))
     for children in slot.children.values():
         for child in children:
-            release(child)
+            yield from _held(child)

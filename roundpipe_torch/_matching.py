@@ -105,7 +105,9 @@ class Trace:
         count = node_count()
         line = maker = None
         if self.told_at >= 0:
-            line, maker = _line(), self.maker(tensor)
+            line, node = _line(), tensor.grad_fn
+            if node is not None:
+                maker = self.maker(tensor) if self.standing else (node.name(), node._sequence_nr() - self.begun)
             if tensor.layout is torch.strided:
                 pairs = zip(tensor.stride(), tensor.shape, strict=True)
                 self.layouts[len(self.packs)] = tuple(stride for stride, size in pairs if size > 1)

@@ -19,9 +19,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ._backend import TorchBackend
+from ._errors import wrong_option
 from ._views import storage_of, version_of
 
-__all__ = ["MOVED", "Here", "Moved", "Mover", "Offload", "Parcel", "movers"]
+__all__ = ["MOVED", "Here", "Mover", "Offload", "Parcel", "Shipped", "movers"]
 
 
 class _Usage:
@@ -53,6 +54,11 @@ class Offload:
         saves: what the layer saves. A save can say otherwise: ``save_for_recompute(mask, offload=False)``.
         inputs: the layer's tensor arguments, other than parameters.
         kept: outputs of `keep`, and what the function's backward needs.
+
+    Raises:
+        OptionError: `min_bytes` or `budget` is not a number of bytes.
+
+    Implements R6, R9 and R12.
     """
 
     min_bytes: int = 1 << 16
@@ -62,7 +68,15 @@ class Offload:
     kept: bool = False
     _usage: _Usage = field(default_factory=_Usage, repr=False, compare=False, kw_only=True)
 
-    def move(self, tensor: torch.Tensor, always: bool = False, private: bool = False) -> Moved | None:
+    def __post_init__(self) -> None:
+        for name in ("min_bytes", "budget"):
+            value = getattr(self, name)
+            if not (value is None and name == "budget") and not (type(value) is int and value >= 0):
+                raise wrong_option(
+                    Offload, f"{name} must be a number of bytes, not {value!r}.", f"pass {name}=1 << 20."
+                )
+
+    def move(self, tensor: torch.Tensor, always: bool = False, private: bool = False) -> Shipped | None:
         """`tensor` on its way to the host; None if it stays. `private`: nobody else will write to it."""
         mover = movers(tensor.device)
         if mover is None or type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
@@ -71,7 +85,7 @@ class Offload:
             return None
         if self.budget is not None and self._usage.bytes + tensor.nbytes > self.budget:
             return None
-        return Moved(tensor.detach(), mover, self._usage, private)
+        return Shipped(tensor.detach(), mover, self._usage, private)
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
@@ -133,7 +147,7 @@ def movers(device: torch.device) -> Mover | None:
 
 
 class Here:
-    """A tensor that stays where it is. Same words as `Moved`."""
+    """A tensor that stays where it is. Same words as `Shipped`."""
 
     __slots__ = ("_tensor", "_version")
 
@@ -167,7 +181,7 @@ class Here:
         return self._tensor
 
 
-class Moved:
+class Shipped:
     """A tensor in host memory."""
 
     __slots__ = ("__weakref__", "_away", "_back", "_mover", "_probe", "_usage", "_version", "nbytes", "shape")
@@ -249,16 +263,20 @@ class Parcel:
 
     def __init__(self, plan: Offload) -> None:
         self.plan = plan
-        self._items: list[weakref.ref[Moved]] = []
+        self._items: list[weakref.ref[Shipped]] = []
         self._previous = _last.parcel
         _last.parcel = weakref.ref(self)
 
-    def take(self, tensor: torch.Tensor, always: bool = False, private: bool = False) -> Moved | None:
+    def take(self, tensor: torch.Tensor, always: bool = False, private: bool = False) -> Shipped | None:
         """`tensor`, moved; None if it stays."""
         moved = self.plan.move(tensor, always, private)
         if moved is not None:
             self._items.append(weakref.ref(moved))
         return moved
+
+    def nbytes(self) -> int:
+        """Bytes it has on the host."""
+        return sum(moved.nbytes for item in self._items if (moved := item()) is not None)
 
     def arrive(self) -> None:
         """Its region is about to be recomputed. The one before will be next."""
@@ -282,11 +300,11 @@ class Parcel:
         with saved_tensors_hooks(self._pack, _unpack):
             yield
 
-    def _pack(self, tensor: torch.Tensor) -> Moved | Here:
+    def _pack(self, tensor: torch.Tensor) -> Shipped | Here:
         return self.take(tensor) or Here(tensor)
 
 
-def _unpack(held: Moved | Here) -> torch.Tensor:
+def _unpack(held: Shipped | Here) -> torch.Tensor:
     if held.changed:
         raise RuntimeError("an input that is kept in host memory has been modified by an inplace operation")
     return held.fetch()

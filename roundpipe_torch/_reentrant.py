@@ -22,13 +22,23 @@ from roundpipe_core._phase import Phase, thread
 from roundpipe_core._slots import Slot
 from roundpipe_core._trees import Spec, flatten, unflatten
 
-from ._buffers import Buffers
-from ._errors import drawn_in_a_crowd, drawn_in_another_layout, started_inside, tensor_changed, wrong_option
+from ._buffers import Buffers, copies
+from ._errors import (
+    drawn_in_a_crowd,
+    drawn_in_another_layout,
+    sharded_inside,
+    started_inside,
+    tensor_changed,
+    wrong_option,
+)
 from ._frames import Options, TorchRun, is_told
-from ._keep import release
+from ._keep import forget_with, release
 from ._matching import Trace, other_layout, region_codes
 from ._offload import Parcel
-from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replayed
+from ._ranks import step_is_over
+from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, modules_of, replayed
+from ._uncompiled import run_as_it_is
+from ._usage import held
 
 __all__ = ["reentrant"]
 
@@ -60,7 +70,7 @@ def reentrant(
 
 
 _TENSOR = object()
-_retains: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+_retains: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 _NO_CONTEXT = contextlib.nullcontext()
 
 
@@ -79,7 +89,7 @@ class _Region:
         self.leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.generators = Generators(generators_of(function, leaves)) if options.preserve_rng_state else None
         self.ambient = Ambient()
-        self.buffers = Buffers(function, leaves)
+        self.buffers = Buffers.of(function, leaves)
         self.parcel = None if options.offload is None else Parcel(options.offload)
         self.crowded = False
         self.located = is_told(thread.run)
@@ -98,20 +108,28 @@ class _Region:
             with torch.enable_grad(), saved_tensors_hooks(partial(_drop, self), _refuse):
                 run = TorchRun(phase, self.slot, self.trace, self.generators, thread.run)
                 self.outermost, run.own_graph = not run.own_graph, True
-                run.buffers = self.buffers
+                run.observe(self.buffers)
                 if self.parcel is not None:
                     run.plan, run.parcel = self.parcel.plan, self.parcel
                 leaves = self._run(run, tensors)
         finally:
             self.crowded = visit.end()
-        self.buffers.settle()
+        if self.buffers is not None:
+            self.buffers.settle()
         self.parcel = run.parcel
+        if self.slot.rows is not None and not isinstance(thread.run, TorchRun):
+            forget_with(self, self.slot)
         if self.generators and self.generators.missed():
             raise started_inside(self.slot.label)
+        if self.outermost:
+            held(self.slot, tensors, self.parcel)
         return leaves
 
+    @run_as_it_is
     def replay(self, tensors: tuple[torch.Tensor, ...]) -> list[Any]:
         """The leaves of the outputs of a recompute."""
+        if step_is_over(modules_of(self.function, self.leaves)):
+            raise sharded_inside(self.slot.label)
         leaves, drew = replayed(partial(self._replay, tensors), self.crowded)
         if drew:
             raise drawn_in_a_crowd(self.slot.label)
@@ -127,9 +145,11 @@ class _Region:
             saved_tensors_hooks(partial(_note, self.slot, trace), _unnote) if self.trace.told_at >= 0 else _NO_CONTEXT
         )
         try:
-            copies = self.buffers.copies(self.slot.label, told=self.trace.told_at >= 0)
-            with torch.enable_grad(), self.ambient.restored(), copies, hooks, watch or _NO_CONTEXT:
-                run.restore_state(generators.start if generators else None)
+            run.observe(self.buffers)
+            run.knowing = self.trace.told_at >= 0
+            buffers = copies(self.buffers, self.slot.label, run.knowing)
+            with torch.enable_grad(), self.ambient.restored(), buffers, hooks, watch or _NO_CONTEXT:
+                run.draw_from(generators.start if generators else None)
                 leaves = self._run(run, tensors)
             relaid = other_layout(self.trace, trace)
             if relaid is not None and run.drew():

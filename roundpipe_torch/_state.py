@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +20,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from roundpipe_core._phase import thread
 from roundpipe_core._trees import flatten
 
-__all__ = ["Ambient", "DrawWatch", "Generators", "Visit", "generators_of", "modules_of", "replayed"]
+__all__ = [
+    "Ambient",
+    "DrawWatch",
+    "Generators",
+    "Visit",
+    "default_generators",
+    "generators_of",
+    "modules_of",
+    "replayed",
+]
 
 T = TypeVar("T")
 
@@ -108,6 +118,11 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.drew = False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What a compiled layer runs is seen too; other modes keep a layer from being run compiled."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self.drew and torch.Tag.nondeterministic_seeded in func.tags:
@@ -160,6 +175,16 @@ def generators_of(function: Any, arguments: Any) -> tuple[torch.Generator, ...]:
     return (*_CPU_ONLY, *(known[index] for index in sorted(used)))
 
 
+def default_generators() -> tuple[torch.Generator, ...]:
+    """Those of this process, which regions rewind."""
+    backend = _started_backend()
+    if backend is None or _ACCELERATOR is None:
+        return _CPU_ONLY
+    if _ACCELERATOR.type == "mps":
+        return (*_CPU_ONLY, torch.mps._get_default_mps_generator())
+    return (*_CPU_ONLY, *backend.default_generators)
+
+
 _MOST_SEARCHED = 256
 """Longer containers hold data, not layers."""
 
@@ -173,7 +198,7 @@ def modules_of(function: Any, leaves: Iterable[Any]) -> Iterator[torch.nn.Module
     waiting, seen = [function, *leaves], set()
     while waiting:
         found = waiting.pop()
-        if id(found) in seen:
+        if type(found) is torch.Tensor or id(found) in seen:
             continue
         seen.add(id(found))
         if isinstance(found, torch.nn.Module):
@@ -186,8 +211,10 @@ def modules_of(function: Any, leaves: Iterable[Any]) -> Iterator[torch.nn.Module
             for cell in found.__closure__ or ():
                 with contextlib.suppress(ValueError):  # a cell that is not filled yet
                     waiting.append(cell.cell_contents)
-            named = (found.__globals__.get(name) for name in found.__code__.co_names)
-            waiting += (value for value in named if isinstance(value, torch.nn.Module))
+            for name in found.__code__.co_names:
+                value = found.__globals__.get(name)
+                if isinstance(value, torch.nn.Module):
+                    waiting.append(value)
         elif isinstance(found, (list, tuple, dict)) and len(found) <= _MOST_SEARCHED:
             waiting += found.values() if isinstance(found, dict) else found
 
@@ -288,12 +315,47 @@ def _default_device() -> torch.device | None:
 _AS_IT_IS = contextlib.nullcontext()
 
 
-class Ambient:
-    """Autocast, the default device and global settings at one moment."""
+class _Compiling:
+    """Lets torch.compile see the functions that are called, or not, as it did at another moment.
 
-    __slots__ = ("_autocast", "_device", "_values")
+    A layer whose forward was compiled, because the code around it is, must not run uncompiled in the recompute.
+    """
+
+    def __init__(self, callback: Any) -> None:
+        self._callback = callback
+
+    def __enter__(self) -> None:
+        self._before = _dynamo.set_eval_frame(self._callback)
+
+    def __exit__(self, *exc: object) -> None:
+        _dynamo.set_eval_frame(self._before)
+
+
+_dynamo: Any = torch._C._dynamo.eval_frame
+_by_age = False
+
+
+def _choose_by_age() -> None:
+    """Let Dynamo try the graphs of a function from the oldest on, and not from the one that ran last.
+
+    Otherwise the recompute may run a graph for any sizes where the forward ran an older one for its very sizes. What
+    they save differs.
+    """
+    global _by_age
+    if "torch._dynamo" in sys.modules:
+        _by_age = True
+        _dynamo._set_lru_cache(False)  # process-wide; torch's checkpoint advises the same
+
+
+class Ambient:
+    """Autocast, the default device, global settings and the compiler at one moment."""
+
+    __slots__ = ("_autocast", "_compiler", "_device", "_values")
 
     def __init__(self) -> None:
+        self._compiler = _dynamo.get_eval_frame_callback()
+        if not _by_age:
+            _choose_by_age()
         self._values = [read() for read in _READERS]
         self._autocast = _autocast()
         self._device = _default_device()
@@ -302,7 +364,8 @@ class Ambient:
         """A context in which all of it is as it was then."""
         values = [read() for read in _READERS]
         autocast = self._autocast or torch._C._is_any_autocast_enabled()
-        if values == self._values and not autocast and self._device == _default_device():
+        compiler = self._compiler is not _dynamo.get_eval_frame_callback()
+        if values == self._values and not autocast and self._device == _default_device() and not compiler:
             return _AS_IT_IS
         with contextlib.ExitStack() as stack:
             if values != self._values:
@@ -315,4 +378,6 @@ class Ambient:
                     stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype, cache_enabled=cache))
             if self._device != _default_device():
                 stack.enter_context(self._device or torch.device("cpu"))
+            if compiler:
+                stack.enter_context(_Compiling(self._compiler))
             return stack.pop_all()

@@ -12,12 +12,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from roundpipe_core import Flip, VerifyError, VerifyWarning
 from roundpipe_core._backend import compare, expand
 from roundpipe_core._errors import message
-from roundpipe_core._phase import Phase, Run, thread
-from roundpipe_core._slots import Slot
+from roundpipe_core._phase import Run, thread
 from roundpipe_core._trees import flatten, paths
 
 from ._backend import differing_rows
 from ._state import Generators
+from ._usage import found
 
 __all__ = ["Audit"]
 
@@ -30,18 +30,20 @@ _TOLERANCES = {  # relative, absolute: what the same operations may differ by wh
 
 
 class Audit:
-    """A run of the region as a plain recompute would be: it decides again, and its decisions are compared."""
+    """A run of the region as a plain recompute would be: it decides again, and its decisions are compared.
+
+    `run` is in the phase for it.
+    """
 
     def __init__(
         self,
         function: Callable[..., Any],
         args: list[Any],
         kwargs: dict[str, Any],
-        slot: Slot,
+        run: Run,
         generators: Generators | None,
     ) -> None:
-        self._slot = slot
-        run = Run(Phase.AUDIT, slot)
+        slot = self._slot = run.slot
         if generators:
             generators.set(generators.start)
         outer = thread.run
@@ -69,6 +71,7 @@ class Audit:
         flips = (*self.flips, *(self._outputs(before, outputs) if before is not None else ()))
         if not flips:
             return
+        found(flips, self._slot.label)
         text = message(
             f"layer {self._slot.label!r}: a plain recompute would not repeat the forward.",
             [("found", str(flip)) for flip in flips],

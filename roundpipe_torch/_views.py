@@ -66,28 +66,43 @@ def _is_within(part: torch.Tensor, whole: torch.Tensor) -> bool:
         return False
     if not part.numel() or not whole.numel():
         return False
-    begin, length = whole.storage_offset(), _extent(whole)
-    if length != whole.numel():  # gaps, which may be another tensor's: take only what has the very same elements
-        return part.storage_offset() == begin and _elements(part) == _elements(whole)
-    return begin <= part.storage_offset() and part.storage_offset() + _extent(part) <= begin + length
+    runs = _runs(whole)
+    first = int(part.storage_offset() - whole.storage_offset())
+    if runs is None or first < 0:
+        return False
+    last = []  # of each run, the place of the last element that the part has
+    for stride, count in runs:
+        place, first = divmod(first, stride)
+        last.append((place, stride, count))
+    if first:
+        return False  # begins in a gap, where another tensor may be
+    for stride, size in zip(part.stride(), part.shape, strict=True):
+        if stride == 0 or size == 1:
+            continue
+        n = next((n for n, (_, step, _) in enumerate(last) if stride % step == 0), None)
+        if n is None:
+            return False
+        place, step, count = last[n]
+        last[n] = place + (size - 1) * (stride // step), step, count
+    return all(place < count for place, _, count in last)
 
 
-def _extent(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last in memory."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+def _runs(tensor: torch.Tensor) -> list[tuple[int, int]] | None:
+    """The elements of memory that a tensor has, whatever its shape: stride and count of each run, longest stride first.
 
-
-def _elements(tensor: torch.Tensor) -> list[list[int]]:
-    """Which elements of memory a tensor has, whatever its shape: [stride, count] of each run, smallest stride first."""
-    runs: list[list[int]] = []
+    None if an element is there more than once.
+    """
+    runs: list[tuple[int, int]] = []
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
             continue
+        if stride < (runs[-1][0] * runs[-1][1] if runs else 1):
+            return None
         if runs and stride == runs[-1][0] * runs[-1][1]:
-            runs[-1][1] *= size
+            runs[-1] = runs[-1][0], runs[-1][1] * size
         else:
-            runs.append([stride, size])
-    return runs
+            runs.append((stride, size))
+    return runs[::-1] or [(1, 1)]
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:

@@ -45,7 +45,7 @@ def need(package: str) -> None:
     ("package", "forbidden"),
     [
         ("roundpipe_core", {"torch", "jax", "jaxlib", "numpy", "roundpipe_torch", "roundpipe_jax"}),
-        ("roundpipe_torch", {"jax", "jaxlib", "roundpipe_jax"}),
+        ("roundpipe_torch", {"jax", "jaxlib", "roundpipe_jax", "transformers"}),
         ("roundpipe_jax", {"torch", "roundpipe_torch"}),
     ],
 )

@@ -11,12 +11,28 @@ from typing import Any
 
 import numpy as np
 
+from roundpipe_core import Tape, record, replay
 from tests.conformance import reference
 
 Program = Callable[[Any], Any]
 
 
-class Reference:
+class _Blocks:
+    """Tapes around what runs at once."""
+
+    def recorded(self, program: Program, x: Any) -> Tape:
+        """The tape of a forward."""
+        with record() as tape:
+            self.forward(program, x)  # type: ignore[attr-defined]
+        return tape
+
+    def replayed(self, what: str, program: Program, x: Any, tape: Tape) -> Any:
+        """`what` (forward or gradient) of a program that replays `tape`."""
+        with replay(tape):
+            return getattr(self, what)(program, x)
+
+
+class Reference(_Blocks):
     """The numpy reference. What it saves are numpy arrays."""
 
     name = "reference"
@@ -60,7 +76,7 @@ class Reference:
         return reference.draws.random()
 
 
-class Torch:
+class Torch(_Blocks):
     name = "torch"
     package = "roundpipe_torch"
     traced = False
@@ -126,7 +142,7 @@ class Torch:
         return torch.rand(())
 
 
-class Jax:
+class Jax(_Blocks):
     """In eager mode, or under `jit` as a whole."""
 
     package = "roundpipe_jax"
@@ -161,6 +177,27 @@ class Jax:
         import jax
 
         return (jax.jit(program) if self.jit else program)(jax.numpy.asarray(x))
+
+    def recorded(self, program: Program, x: Any) -> Tape:
+        import jax
+
+        def run(x: Any) -> Tape:
+            with record() as tape:
+                program(x)
+            return tape
+
+        return jax.jit(run)(jax.numpy.asarray(x)) if self.jit else super().recorded(program, x)
+
+    def replayed(self, what: str, program: Program, x: Any, tape: Tape) -> Any:
+        import jax
+
+        def run(x: Any, tape: Tape) -> Any:
+            with replay(tape):
+                return program(x)
+
+        if not self.jit:
+            return super().replayed(what, program, x, tape)
+        return jax.jit(run if what == "forward" else jax.value_and_grad(run))(jax.numpy.asarray(x), tape)
 
     def forget(self) -> None:
         import jax

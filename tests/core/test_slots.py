@@ -42,6 +42,7 @@ def both(function, label: str = "layer"):
 
 def test_public_names() -> None:
     assert sorted(roundpipe_core.__all__) == [
+        "Difference",
         "ExchangeError",
         "ExchangeReport",
         "Flip",
@@ -54,10 +55,12 @@ def test_public_names() -> None:
         "RoundPipeError",
         "SlotError",
         "Tape",
+        "TapeDiff",
         "TapeEntry",
         "TapeError",
         "VerifyError",
         "VerifyWarning",
+        "diff",
         "doing_recompute",
         "get_recompute_data",
         "keep",

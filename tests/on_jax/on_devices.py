@@ -13,7 +13,17 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roundpipe_jax import Offload, OptionError, doing_recompute, get_recompute_data, keep, remat, save_for_recompute
+from roundpipe_jax import (
+    Offload,
+    OptionError,
+    doing_recompute,
+    get_recompute_data,
+    keep,
+    record,
+    remat,
+    replay,
+    save_for_recompute,
+)
 
 REMAT3 = bool(getattr(jax.config, "jax_remat3", False))
 X, W = (np.random.default_rng(rows).normal(size=(rows, 4)).astype("float32") for rows in (16, 4))
@@ -124,6 +134,43 @@ def with_shardings(f: Any) -> Any:
     return got
 
 
+def recorded(f: Any) -> Any:
+    def run(x: Any, w: Any) -> Any:
+        with record() as tape:
+            f(x, w)
+        return tape
+
+    return run
+
+
+def replayed(f: Any) -> Any:
+    def run(x: Any, w: Any, tape: Any) -> Any:
+        with replay(tape):
+            return f(x, w)
+
+    return run
+
+
+def taped_with_shardings(f: Any) -> Any:
+    rows, whole = NamedSharding(mesh(), P("i")), NamedSharding(mesh(), P())
+    x, w = jax.device_put(X, rows), jax.device_put(W, whole)
+    tape = jax.jit(recorded(f))(x, w)
+    [entry] = tape.entries()
+    assert entry.value.sharding.is_equivalent_to(rows, 1)
+    loss = squared(lambda x, w: replayed(f)(x, w, tape)), (0, 1)
+    eager = jax.grad(*loss)(x, w)
+    got = jax.jit(jax.grad(lambda x, w, tape: (replayed(f)(x, w, tape) ** 2).sum(), (0, 1)))(x, w, tape)
+    same(eager, got)
+    return got
+
+
+def taped_in_shard_map(f: Any) -> Any:
+    specs: Any = (P("i"), P())
+    tape = jax.jit(jax.shard_map(recorded(f), mesh=mesh(), in_specs=specs, out_specs=P("i")))(X, W)
+    again = jax.shard_map(replayed(f), mesh=mesh(), in_specs=(*specs, P("i")), out_specs=P("i"))
+    return jax.jit(jax.grad(lambda x, w, tape: (again(x, w, tape) ** 2).sum(), (0, 1)))(X, W, tape)
+
+
 Check = Callable[[Wrap], Any]
 EVERYWHERE: dict[str, Check] = {
     "scan": lambda wrap: jax.jit(step(in_scan(wrap(layer))))(*ONE),
@@ -146,6 +193,8 @@ EIGHT_DEVICES: dict[str, Check] = {
     "keep with shardings": lambda wrap: with_shardings(wrap(keeping)),
     "expert parallel": expert_parallel,
     "offload with shardings": lambda wrap: with_shardings(offloading(wrap)(keeping)),
+    "tape with shardings": lambda wrap: taped_with_shardings(wrap(layer)),
+    "tape in shard_map": lambda wrap: taped_in_shard_map(wrap(layer)),
 }
 
 

@@ -59,7 +59,7 @@ def test_a_callback_in_what_is_kept_is_made_once() -> None:
 def test_in_a_scan_in_a_layer_it_is_an_error(way: str) -> None:
     seen = Seen()
     layer = remat(lambda x: jax.lax.scan(lambda x, _: (seen.layer(x), None), x, None, length=3)[0], label="stack")
-    with pytest.raises(MismatchError, match="too would make a callback from update_once") as caught:
+    with pytest.raises(MismatchError, match="recompute too would make a callback from update_once") as caught:
         WAYS[way](slope(layer))(X)
     assert "layer 'stack'" in str(caught.value)
     assert "wrap the function in there in remat" in str(caught.value)

@@ -7,91 +7,15 @@ decisions.
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
-import multiprocessing
-import os
-import socket
-import traceback
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.on_torch.oracle import Counted, Source, by_remat, decided, leaf, plain, same
+from tests.on_torch.ranks import RANKS
 
-dist = pytest.importorskip("torch.distributed")
-if not dist.is_available() or not dist.is_gloo_available():
-    pytest.skip("torch is built without gloo", allow_module_level=True)
-
-RANKS, T, D = 2, 8, 6
-NO_ANSWER = "no answer"
-SECONDS = 40  # for the processes to come up, and for each job
-
-
-# Two processes that take jobs until the module is done
-
-
-class Ranks:
-    """Runs functions on every rank at once. A rank that gives no answer ends both; the next job starts new ones."""
-
-    def __init__(self):
-        self.processes, self.pipes = [], []
-
-    def start(self):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        spawn = multiprocessing.get_context("spawn")
-        for rank in range(RANKS):
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=serve, args=(rank, port, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self.processes.append(process)
-            self.pipes.append(ours)
-
-    def run(self, job, *args):
-        """What `job(rank, *args)` returned on each rank."""
-        if not self.processes:
-            self.start()
-        for pipe in self.pipes:
-            pipe.send((job, args))
-        answers = [pipe.recv() if pipe.poll(SECONDS) else (None, NO_ANSWER) for pipe in self.pipes]
-        if (None, NO_ANSWER) in answers:
-            self.stop()
-        errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(answers) if error]
-        if errors:
-            pytest.fail("\n".join(errors), pytrace=False)
-        return [result for result, _ in answers]
-
-    def stop(self):
-        for process, pipe in zip(self.processes, self.pipes, strict=True):
-            pipe.close()
-            process.kill()
-            process.join(5)
-            process.close()
-        self.processes, self.pipes = [], []
-
-
-def serve(rank, port, pipe):
-    torch.set_num_threads(1)
-    limit = dt.timedelta(seconds=SECONDS)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS, timeout=limit)
-    with contextlib.suppress(EOFError, OSError):  # the parent closed its end
-        while True:
-            job, args = pipe.recv()
-            try:
-                answer = job(rank, *args), None
-            except BaseException:
-                answer = None, traceback.format_exc()
-            pipe.send(answer)
-    os._exit(0)  # a process group that waits for a peer would hang on the way out
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    ranks = Ranks()
-    yield ranks
-    ranks.stop()
+T, D = 8, 6
 
 
 def ways():

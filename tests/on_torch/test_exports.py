@@ -5,12 +5,17 @@ import roundpipe_torch
 
 OWN = {
     "CheckpointMismatchError",
+    "CompileError",
+    "LayerUsage",
+    "Offload",
+    "Usage",
     "checkpoint",
     "checkpoint_sequential",
     "exchange",
     "from_dlpack",
     "recompute_contexts",
     "remat",
+    "usage",
 }
 
 

@@ -171,16 +171,78 @@ def test_views_of_arguments_are_recomputed_not_held(way) -> None:
 
 
 @pytest.mark.parametrize("way", ENGINES)
-def test_a_view_made_inside_does_not_hold_the_argument(way) -> None:
+@pytest.mark.parametrize(
+    ("function", "made"),
+    [
+        (lambda a: a.t().exp().sum(), 256 * 200 * 4),  # exp holds what it made
+        (lambda a: a.t().sin().sum(), 0),  # sin holds a view of the argument
+        (lambda a: a.t().unsqueeze(0).sin().sum(), 0),
+        (lambda a: a[1:, 3::2].view(5, 51, -1).sin().sum(), 0),
+    ],
+    ids=["made", "view", "view of a view", "part of one with gaps"],
+)
+def test_a_view_made_inside_does_not_hold_the_argument(way, function, made) -> None:
     def live(kept: bool) -> int:
         x = leaf(256, 512)
         with Meter() as meter:
-            y = way(lambda x: (keep if kept else plain)(lambda a: a.t().exp().sum(), (x * 2)[:, :200]), x)
+            y = way(lambda x: (keep if kept else plain)(function, (x * 2)[:, :200]), x)
             live = meter.live
         y.backward()
         return live
 
-    assert live(True) - live(False) == 256 * 200 * 4  # what exp made
+    assert live(True) - live(False) == made
+
+
+@pytest.mark.parametrize("way", ENGINES)
+def test_a_tensor_in_the_gaps_of_an_argument_is_another(way) -> None:
+    """Hidden in an object it is held, though it lies between the rows of the argument."""
+
+    def scenario(way):
+        x = leaf(4, 12)
+
+        def layer(x):
+            whole = (x * 2).sin().detach()
+            q, hidden = whole[:3, :4], SimpleNamespace(k=whole[:2, 5:9], r=whole[1:3, 2:6])
+            q = q.clone() if doing_recompute() else q
+            return keep(
+                lambda q, x: (q[:2, 1:] * x[:2, :3]).exp() * (hidden.k * x[:2, :4])[:, :3] * hidden.r[0, 0] * x[0, 0],
+                q,
+                x,
+            )
+
+        y = way(layer, x)
+        y.sum().backward()
+        return y, x.grad
+
+    agree(scenario, way)
+
+
+def test_parts_are_told_from_what_lies_between() -> None:
+    from roundpipe_torch._views import Origins
+
+    base = torch.arange(240.0).view(10, 24)
+    wholes = [base[2:8, 4:12], base[:, ::2], base.t()[3:9], base.view(2, 5, 24)[:, 1:3], base[1], base]
+    parts = [
+        base[a:b, c:d:e] for a in (0, 2, 3) for b in (4, 8, 10) for c in (0, 3, 4, 6) for d in (8, 12) for e in (1, 2)
+    ]
+    parts += [part.t() for part in parts] + [
+        base[3:7, 4:12].unflatten(1, (2, 4)).transpose(0, 1),
+        base[2:3, 5:6].expand(4, 3),
+    ]
+    seen = {True: 0, False: 0}
+    for whole in wholes:
+        has = set(whole.flatten().tolist())
+        for part in parts:
+            found = Origins([whole]).of(part)
+            inside = set(part.flatten().tolist()) <= has
+            seen[found is not None] += 1
+            if found is None:
+                continue
+            assert inside
+            same(found.of(whole), part)
+            same(found.of(whole.clone()), part)
+            same(found.of(whole.contiguous()), part)
+    assert min(seen.values()) > 100
 
 
 @pytest.mark.parametrize("way", ENGINES)
@@ -458,6 +520,19 @@ def test_early_stop_ends_before_the_work_behind_what_is_kept() -> None:
     assert len(runs) == 3
 
 
+def test_decisions_inside_do_not_hinder_early_stop() -> None:
+    runs, source = [], Source()
+
+    def layer(x):
+        h = keep(lambda h: h * save_for_recompute(source.integers(2, 3))[0] + doing_recompute(), x.sin())
+        y = h.exp()
+        runs.append(1)
+        return y + 1
+
+    checkpoint(layer, leaf(3)).sum().backward()
+    assert len(runs) == source.asked == 1
+
+
 @pytest.mark.parametrize("way", ENGINES)
 def test_decisions_inside(way) -> None:
     def scenario(way):
@@ -612,6 +687,24 @@ def test_state_that_outlives_the_layer_may_be_written_by_the_function(way) -> No
 
 
 @pytest.mark.parametrize("way", ENGINES)
+def test_containers_that_the_function_fills_are_the_callers(way) -> None:
+    def scenario(way):
+        x, past, seen = leaf(3, 4), [torch.ones(2, 4)], {"calls": 0}
+
+        def attend(h, past, *, seen):
+            seen["calls"] += 1
+            keys = torch.cat([*past, h])
+            past.append(h.detach())
+            return torch.softmax(h @ keys.t(), -1) @ keys
+
+        y = way(lambda x: keep(attend, x.sin(), past, seen=seen).exp(), x)
+        y.sum().backward()
+        return y, x.grad, past, seen
+
+    agree(scenario, way)
+
+
+@pytest.mark.parametrize("way", ENGINES)
 def test_without_gradient(way) -> None:
     runs = []
 
@@ -731,6 +824,32 @@ def test_tapes(way) -> None:
     same(got, want)
 
 
+@pytest.mark.parametrize("way", ENGINES)
+def test_a_tape_does_not_hold_what_is_kept(way) -> None:  # R9
+    held = []
+
+    def kernel(h):
+        y = h.exp()
+        held.append(weakref.ref(y.untyped_storage()))
+        return y
+
+    def step():
+        y = way(lambda x: checkpoint(lambda h: keep(kernel, h.sin()).cos(), keep(kernel, x)), leaf(4))
+        y.sum().backward()
+        del y
+        assert [ref() for ref in held] == [None, None]
+        held.clear()
+
+    gc.disable()
+    try:
+        with record() as tape:
+            step()
+        with replay(tape):
+            step()
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("verify", ["warn", "raise"])
 def test_verify_finds_nothing(verify) -> None:
     def scenario(way):
@@ -823,3 +942,36 @@ def test_update_once(way) -> None:
         return y, x.grad, counts, calls
 
     agree(scenario, way)
+
+
+@pytest.mark.parametrize("way", ENGINES)
+def test_arguments_that_are_one_object_stay_one(way) -> None:
+    def scenario(way):
+        torch.manual_seed(0)
+        attention, x = nn.MultiheadAttention(8, 2, batch_first=True), leaf(2, 3, 8)
+
+        def layer(x):
+            h = x.sin()
+            mixed, weights = keep(attention, h, h, h, need_weights=True)
+            return mixed.exp(), weights.sum()
+
+        mixed, weight = way(layer, x)
+        (mixed.sum() + weight).backward()
+        return mixed, weight, x.grad, [p.grad for p in attention.parameters()]
+
+    agree(scenario, way)
+
+
+@pytest.mark.parametrize("way", ENGINES)
+@pytest.mark.parametrize("argument", [True, False])
+def test_a_weight_stepped_before_backward_is_an_error(way, argument) -> None:
+    w = leaf(4, 4)
+
+    def layer(x):
+        return (keep(torch.mm, x.sin(), w) if argument else keep(lambda h: h @ w.t(), x.sin())).exp()
+
+    y = way(layer, leaf(3, 4))
+    with torch.no_grad():
+        w.add_(1)
+    with pytest.raises(MutationError, match="modified by an inplace operation"):
+        y.sum().backward()

@@ -138,6 +138,43 @@ def test_a_forward_put_on_the_instance_is_checkpointed() -> None:
     assert phases == [False, True, False, True]
 
 
+def test_a_forward_that_wraps_the_one_before_runs_all_of_them_once() -> None:
+    """As those do who measure, cast or log: each keeps the method it found and calls it."""
+
+    def wrapped(module, name):
+        before = module.forward
+
+        def forward(x, scale=1.0):
+            ran.append((name, doing_recompute()))
+            return before(x, scale=scale)
+
+        module.forward = forward
+
+    ran: list[tuple[str, bool]] = []
+    plain, module = Moe(), remat(Moe())
+    wrapped(module, "inner")
+    wrapped(module, "outer")
+    assert list(inspect.signature(module.forward).parameters) == ["x", "scale"]
+    results = []
+    for net in (plain, module):
+        x = inputs()
+        net(x, scale=2.0).square().sum().backward()
+        results.append([x.grad, net.w.grad, net.calls])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert ran == [("outer", False), ("inner", False), ("outer", True), ("inner", True)]
+    assert module.phases == [False, True]
+
+    before = module.forward.__func__
+    module.forward = functools.partial(before, module)  # as Accelerate does
+    module(inputs()).sum().backward()
+    assert len(ran) == 8
+    del module.forward
+    module.phases = []
+    module(inputs()).sum().backward()
+    assert module.phases == [False, True]
+    assert len(ran) == 8
+
+
 def test_a_base_class_forward_can_be_extended() -> None:
     class Twice(Moe):
         def forward(self, x):

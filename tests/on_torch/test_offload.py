@@ -323,7 +323,7 @@ def test_places_are_counted(device) -> None:  # R12
     assert slots[0].nbytes() == T * 4 + T + T * D * 4
     (entry, other) = slots[0].entries.values()
     assert [list(one.places().values()) for one in (entry, other)] == [[T * 4], [T]]
-    assert {type(leaf).__name__ for leaf in other.leaves} == {"Moved"}
+    assert {type(leaf).__name__ for leaf in other.leaves} == {"Shipped"}
     assert set(slots[0].places()) == {"cpu"}
     y.sum().backward()
 
@@ -415,6 +415,12 @@ def test_strides_dtypes_and_empty_ones(device) -> None:
 def test_other_options_are_errors(offload) -> None:
     with pytest.raises(OptionError, match='offload must be "cpu", an Offload or None'):
         remat(lambda x: x, offload=offload)
+
+
+@pytest.mark.parametrize("options", [{"budget": -1}, {"min_bytes": "1 MB"}, {"min_bytes": None}, {"budget": 1e9}])
+def test_bytes_are_numbers(options) -> None:
+    with pytest.raises(OptionError, match=f"{next(iter(options))} must be a number of bytes, not"):
+        Offload(**options)
 
 
 def test_a_save_takes_a_bool() -> None:

@@ -253,6 +253,34 @@ def test_a_guarded_update_is_right_too() -> None:
     same(five_steps(Guarded, reentrant), five_steps(Guarded, plain))
 
 
+@pytest.mark.parametrize("aside", [recompute_once, update_once, keep], ids=lambda word: word.__name__)
+@pytest.mark.parametrize("way", ENGINES)
+def test_what_a_part_left_out_wrote_is_there(aside, way) -> None:
+    """The layer never asks for its phase, and reads what a part wrote that the recompute leaves out."""
+
+    class Later(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(D))
+            self.register_buffer("calls", torch.zeros(()))
+            self.weight = nn.Parameter(torch.ones(D))
+
+        def move(self, x):
+            self.scale.mul_(0.5).add_(x.abs().mean(0))
+            self.calls = self.calls + 1
+
+        def inner(self, x):
+            x = x * self.scale.clone()
+            aside(self.move, x.detach())
+            self.scale.add_(0.1)
+            return (x * self.weight * self.scale.clone() + self.calls).sin()
+
+        def forward(self, x):
+            return checkpoint(self.inner, self.inner(x) + self.calls).tanh()
+
+    same(five_steps(Later, way), five_steps(Later, plain))
+
+
 def test_the_modules_have_their_own_buffers_back() -> None:
     layer = nn.Sequential(Norms(), Moving(), Parametrized())
     before = list(layer.buffers())
@@ -452,3 +480,35 @@ def test_compiled_modules_inside() -> None:
         return y, x.grad, list(layer.buffers())
 
     same(scenario(checkpoint), scenario(plain))
+
+
+def test_a_buffer_that_carries_gradient_is_part_of_the_graph() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", None)
+
+        def forward(self, x):
+            return (x * self.scale).exp() * self.scale
+
+    def scenario(way):
+        layer, x, w = Tied(), leaf(T, D), leaf(D, seed=3)
+        layer.scale = w.sin()
+        y = way(layer, x)
+        y.sum().backward()
+        return y, x.grad, w.grad
+
+    same(scenario(checkpoint), scenario(plain))
+    same(scenario(reentrant), scenario(plain))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_scripted_modules_run() -> None:
+    def scenario(way):
+        torch.manual_seed(0)
+        layer, x = torch.jit.script(nn.Sequential(nn.Linear(D, D), nn.Tanh())), leaf(T, D)
+        y = way(layer, x)
+        y.sum().backward()
+        return y, x.grad
+
+    same(scenario(reentrant), scenario(plain))  # whose optimizer changes the graph between runs

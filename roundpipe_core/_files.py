@@ -1,0 +1,110 @@
+"""Files that are read or written as a whole: only regular ones, and never half of one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from io import FileIO
+
+from ._errors import TapeError, message
+
+__all__ = ["Path", "opened", "read_exactly", "replacing", "write_all"]
+
+Path = str | os.PathLike[str]
+_PART = 1 << 30  # no system takes more than 2 GiB in one call
+
+
+def opened(path: Path) -> FileIO:
+    """`path`, for reading. A link is followed; a pipe, a device or a folder is refused without waiting for it."""
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+    descriptor = os.open(path, flags)
+    try:
+        _refuse_irregular(path, os.fstat(descriptor))
+        return FileIO(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_exactly(file: FileIO, size: int) -> bytes:
+    """The next `size` bytes; fewer only where the file ends."""
+    whole = file.read(min(size, _PART))
+    if len(whole) == size:
+        return whole
+    parts = [whole]
+    missing = size - len(whole)
+    while missing and parts[-1]:
+        parts.append(file.read(min(missing, _PART)))
+        missing -= len(parts[-1])
+    return b"".join(parts)
+
+
+def write_all(file: FileIO, data: memoryview | bytes) -> None:
+    """Write `data`, in as many steps as the system needs."""
+    rest = memoryview(data).cast("B")
+    while rest.nbytes:
+        written = file.write(rest[:_PART])
+        rest = rest[written:]
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[FileIO]:
+    """A new file that takes the place of `path` once the block has ended well and all is on the disk.
+
+    A crash in between leaves what was there. A link stays a link; the mode and, where allowed, the owner of an old
+    file stay as they were.
+    """
+    target = os.path.realpath(path)
+    before = _status(target)
+    if before is not None:
+        _refuse_irregular(path, before)
+        if not os.access(target, os.W_OK):
+            raise PermissionError(errno.EACCES, "the file may not be written", os.fspath(path))
+    temporary = os.path.join(os.path.dirname(target), f".tape-{secrets.token_hex(8)}.tmp")
+    try:
+        with FileIO(temporary, "xb") as file:
+            if before is not None:
+                _become(temporary, before)
+            yield file
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    _sync_folder(os.path.dirname(target))
+
+
+def _status(path: str) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except FileNotFoundError:
+        return None
+
+
+def _become(path: str, before: os.stat_result) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # the owner: only for those who may, where there is one
+        os.chown(path, before.st_uid, before.st_gid)
+    os.chmod(path, stat.S_IMODE(before.st_mode) & 0o777)
+
+
+def _sync_folder(path: str) -> None:
+    """Make the new name as lasting as the file; where folders cannot be synced, it is so already."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _refuse_irregular(path: Path, status: os.stat_result) -> None:
+    if stat.S_ISREG(status.st_mode):
+        return
+    kinds = [(stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket")]
+    kind = next((name for test, name in kinds if test(status.st_mode)), "a device")
+    raise TapeError(message(f"{os.fspath(path)}: {kind}, not a file.", [], "give the path of a regular file."))

@@ -1,0 +1,350 @@
+"""diff and the command line: what flipped, by numpy's account (R13)."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pty
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from roundpipe_core import Tape, diff, layer_scope, record, save_for_recompute
+from roundpipe_core._command import main
+from roundpipe_core._heatmap import BINS, shares
+from roundpipe_core._host import HostArray
+from roundpipe_core._phase import Run, open_slot, thread
+
+ROOT = Path(__file__).parents[2]
+T, L, K, E = 50, 3, 2, 8
+
+
+def layer(label: Any, function) -> Any:
+    before = thread.run
+    phase, slot = open_slot(label)
+    thread.run = Run(phase, slot)
+    try:
+        return function()
+    finally:
+        thread.run = before
+
+
+def tape(*layers: Any, names: list[str | None] | None = None) -> Tape:
+    """A tape of one region a layer; a dict is a save a name."""
+    with record() as made:
+        for n, saves in enumerate(layers):
+            named = saves if isinstance(saves, dict) else {None: saves}
+            layer(
+                names[n] if names else f"layer {n}",
+                lambda named=named: [save_for_recompute(value, name=name) for name, value in named.items()],
+            )
+    return made
+
+
+def two() -> tuple[np.ndarray, np.ndarray]:
+    """Routing, and the same with flips and other orders in the second layer."""
+    draw = np.random.default_rng(0)
+    one = draw.permuted(np.tile(np.arange(E), (T, L, 1)), axis=-1)[..., :K].astype("int16")
+    other = one.copy()
+    other[7:9, 1] = other[7:9, 1, ::-1]
+    other[12, 1, 0] = (set(range(E)) - set(one[12, 1])).pop()
+    other[30, 1] = (other[30, 1] + 1) % E
+    return one, other
+
+
+def test_rows_flipped_and_reordered_are_counted_apart() -> None:
+    one, other = two()
+    assert len(set(one[30, 1]) - set(other[30, 1])) > 0
+
+    found = diff(Tape.from_routing(one, experts=E), Tape.from_routing(other, experts=E))
+
+    assert found
+    assert [(d.layer, d.rows, d.flipped, d.reordered, d.first) for d in found] == [
+        ("layer 0", T, 0, 0, None),
+        ("layer 1", T, 2, 2, 7),
+        ("layer 2", T, 0, 0, None),
+    ]
+    assert found[1].flipped_rows == (12, 30)
+    assert found[1].reordered_rows == (7, 8)
+    assert not diff(Tape.from_routing(one, experts=E), Tape.from_routing(one, experts=E))
+
+
+def test_a_batch_counts_its_tokens() -> None:
+    one, other = two()
+
+    found = diff(*(Tape.from_routing(r.reshape(5, 10, L, K), experts=E) for r in (one, other)))
+
+    assert [(d.rows, d.flipped, d.first) for d in found] == [(T, 0, None), (T, 2, 7), (T, 0, None)]
+
+
+def test_widths_and_frameworks_do_not_count() -> None:
+    one, other = (r[:, 1] for r in two())
+
+    assert not diff(tape(one.astype("int64")), tape(one.astype("uint8")))
+    assert diff(tape(one.astype("int64")), tape(other.astype("uint8")))[0].flipped_rows == (12, 30)
+    host = HostArray("int16", one.shape, memoryview(one.tobytes()), "torch")
+    assert not diff(tape(one.astype("int64")), tape(host))
+    assert diff(tape(np.array([[2**64 - 1]], "uint64")), tape(np.array([[-1]])))  # the same bits, other numbers
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64", "complex128", "bool"])
+def test_floats_are_equal_where_numpy_says_so(dtype: str) -> None:
+    one = np.array([[0.0, 1], [math.nan, 2], [3, 4], [5, 6]]).astype(dtype)
+    other = one.copy()
+    other[0, 0] = -0.0
+    other[3, 1] = 0
+
+    (found,) = diff(tape(one), tape(other))
+
+    assert (found.flipped_rows, found.reordered) == ((3,), 0)
+
+
+def test_bfloat16_is_equal_where_its_floats_are() -> None:
+    def bf16(*values: float) -> HostArray:
+        data = b"".join(struct.pack("<f", value)[2:] for value in values)
+        return HostArray("bfloat16", (len(values),), memoryview(data), "torch")
+
+    (found,) = diff(tape(bf16(0.0, math.nan, 1.5, 2)), tape(bf16(-0.0, math.nan, 1.5, 4)))
+    assert found.flipped_rows == (3,)
+    assert not diff(tape(bf16(0.0, 1.5)), tape(np.array([0, 1.5], "float32")))
+
+
+def test_plain_values() -> None:
+    found = diff(tape((1, "a", math.nan, None, True)), tape((1, "b", math.nan, None, 1)))
+
+    assert [d.flipped for d in found] == [0, 1, 0, 0, 1]
+    assert [d.item for d in found] == ["[0][0]", "[0][1]", "[0][2]", "[0][3]", "[0][4]"]
+
+
+def test_what_cannot_be_compared_is_told() -> None:
+    one = tape(np.zeros((2, 2), "i4"), np.zeros(2, "i4"), np.zeros(2), (1, 2), {"a": 1})
+    other = tape(np.zeros((3, 2), "i4"), np.zeros(2, "f4"), 1, (1, 2, 3), {"b": 1})
+
+    assert [d.fault for d in diff(one, other)] == [
+        "shape [2, 2] and [3, 2]",
+        "int32 and float32",
+        "ndarray and int",
+        "2 values and 3",
+        "only in the first tape",
+        "only in the second tape",
+    ]
+
+
+def test_layers_are_matched_by_chosen_labels_else_by_order() -> None:
+    one, other = tape(1, 2, names=["a", "b"]), tape(2, 1, names=["b", "a"])
+    assert not diff(one, other)
+    assert [d.fault for d in diff(one, tape(1, 2, names=["a", "c"]))] == [
+        None,
+        "only in the first tape",
+        "only in the second tape",
+    ]
+
+    def forward() -> None: ...
+    def call() -> None: ...
+
+    assert not diff(tape(1, 2, names=["a", "b"]), tape(1, 2, names=[forward, call]))
+    assert not diff(tape(1, 2, names=[call, call]), tape(1, 2, names=[forward, forward]))
+
+
+def test_a_tape_of_a_file_is_the_same_tape(tmp_path: Path) -> None:
+    with record() as made, layer_scope("s"):
+        save_for_recompute(np.arange(3), {"x": (1, None)})
+        layer("inner", lambda: save_for_recompute(b"x", name="n"))
+    made.save(tmp_path / "a.tape")
+
+    assert not diff(made, Tape.load(tmp_path / "a.tape"))
+
+
+# ------------------------------------------------------------------------------------------------ margins
+
+
+@pytest.mark.parametrize("names", [("experts", "experts_scores"), (None, "scores"), ("experts", "scores")])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_the_margin_is_how_far_a_flip_was_from_a_tie(names: tuple[str | None, str], dtype: str) -> None:
+    scores_TE = np.random.default_rng(1).random((T, E)).astype(dtype)
+    noise_TE = (scores_TE + np.random.default_rng(2).normal(0, 0.02, (T, E))).astype(dtype)
+    one, other = (np.argsort(-s, axis=-1)[:, :K] for s in (scores_TE, noise_TE))
+    gaps = [
+        min(scores_TE[t, list(a - b)]) - max(scores_TE[t, list(b - a)])
+        for t in range(T)
+        if (a := set(one[t])) != (b := set(other[t]))
+    ]
+    assert len(gaps) > 1
+
+    (found,) = diff(tape({names[0]: one, names[1]: scores_TE}), tape({names[0]: other, names[1]: noise_TE}))
+
+    assert found.flipped == len(gaps)
+    assert found.margin == pytest.approx(float(max(gaps)), rel=1e-2 if dtype == "float16" else 1e-6)
+    assert diff(tape({names[0]: one}), tape({names[0]: other}))[0].margin is None
+    swapped = diff(tape({names[0]: other}), tape({names[0]: one, names[1]: scores_TE}))
+    assert swapped[0].margin == found.margin  # the scores of the second tape serve, too
+
+
+def test_scores_alone_are_compared() -> None:
+    assert diff(tape({"scores": np.zeros(2)}), tape({"scores": np.ones(2)}))[0].flipped == 2
+
+
+# ----------------------------------------------------------------------------------------- the command line
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    for name, routing in zip("ab", two(), strict=True):
+        Tape.from_routing(routing, experts=E, name="experts").save(tmp_path / f"{name}.tape")
+    return str(tmp_path / "a.tape"), str(tmp_path / "b.tape")
+
+
+def test_the_status_says_whether_they_differ(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = files
+
+    assert main(["diff", a, a]) == 0
+    assert main(["diff", a, b]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-5].split() == ["layer", "save", "item", "rows", "flipped", "reordered", "first", "margin"]
+    assert lines[-3].split() == ["layer", "1", "experts", "[0]", "50", "2", "2", "7"]
+    assert lines[-1] == "2 of 150 rows flipped, 2 reordered"
+
+
+def test_json(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = files
+
+    assert main(["diff", a, b, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert main(["show", a, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+
+    assert found["differ"] is True
+    assert found["entries"][1] == {
+        "layer": "layer 1", "order": 1, "name": "experts", "scope": "", "item": "[0]", "rows": 50, "flipped": 2,
+        "reordered": 2, "first": 7, "margin": None, "fault": None,
+    }  # fmt: skip
+    assert shown["bytes"] == T * L * K
+    assert shown["entries"][0]["range"] == [0, 7]
+    assert shown["entries"][0]["below"] == E
+
+
+def test_bad_input_is_status_2(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad").write_bytes(b"x" * 100)
+    for arguments, fault in [
+        (["show", str(tmp_path / "bad")], "is not a tape that can be read"),
+        (["diff", files[0], str(tmp_path / "missing")], "No such file"),
+        (["show", str(tmp_path)], "a folder, not a file"),
+        (["diff", *files, "--plot", str(tmp_path / "x.nope")], "end its name in .png"),
+        (["diff", *files, "--plot", str(tmp_path / "nowhere" / "x.png")], "No such file"),
+    ]:
+        assert main(arguments) == 2
+        assert fault in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        main(["diff", files[0]])
+    assert caught.value.code == 2
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["diff", *files, "--plot", str(tmp_path / "x.png")]) == 2
+    assert "--plot needs matplotlib" in capsys.readouterr().err
+    tape("text").save(tmp_path / "text.tape")
+    assert main(["diff", str(tmp_path / "text.tape"), str(tmp_path / "text.tape"), "--plot", "x.png"]) == 2
+
+
+def test_a_picture(files: tuple[str, str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+
+    assert main(["diff", *files, "--plot", str(tmp_path / "map.png")]) == 1
+
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_loses_no_flip() -> None:
+    tokens = 10 * BINS + 3
+    one = np.zeros((tokens, 2, 1), "int8")
+    other = one.copy()
+    other[[5, 6, tokens - 1], 0] = 1
+
+    grid = shares(list(diff(Tape.from_routing(one, experts=2), Tape.from_routing(other, experts=2))))
+
+    size = math.ceil(tokens / BINS)
+    assert len(grid[0]) <= BINS
+    assert grid[0][0] == 2 / size
+    assert grid[0][-1] == 1 / (tokens - size * (len(grid[0]) - 1))
+    assert sum(share > 0 for share in grid[0]) == 2
+    assert set(grid[1]) == {0.0}
+
+
+def test_show_lists_values_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tape("left", np.zeros((2, 3), "f4"), (3, None)).save(tmp_path / "a.tape")
+
+    assert main(["show", str(tmp_path / "a.tape")]) == 0
+
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["layer", "save", "item", "dtype", "shape", "range", "below", "value"],
+        ["layer", "0", "(unnamed)", "[0]", "str", "[]", "'left'"],
+        ["layer", "1", "(unnamed)", "[0]", "float32", "[2,", "3]"],
+        ["layer", "2", "(unnamed)", "[0][0]", "int", "[]", "3..3", "3"],
+        ["layer", "2", "(unnamed)", "[0][1]", "NoneType", "[]", "None"],
+        ["4", "arrays", "and", "values,", "24", "bytes", "of", "arrays"],
+    ]
+
+
+def hostile(path: Path) -> None:
+    with record() as made:
+        layer("\x1b[1m[b]\n", lambda: save_for_recompute(1))
+    made.save(path)
+
+
+def test_a_terminal_obeys_no_label(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hostile(tmp_path / "a.tape")
+
+    assert main(["show", str(tmp_path / "a.tape")]) == 0
+
+    assert r"\x1b[1m[b]\n" in capsys.readouterr().out
+
+
+def test_a_terminal_gets_a_table_of_rich(tmp_path: Path) -> None:
+    pytest.importorskip("rich")
+    hostile(tmp_path / "a.tape")
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "roundpipe_core", "show", str(tmp_path / "a.tape")]
+    environment = os.environ | {"COLUMNS": "120", "TERM": "dumb"}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=theirs):
+        os.close(theirs)
+        output = b""
+        while True:
+            try:
+                part = os.read(ours, 1000)
+            except OSError:  # the terminal was closed at its other end
+                break
+            if not part:
+                break
+            output += part
+    os.close(ours)
+
+    assert "──────" in output.decode()
+    assert r"\x1b[1m[b]\n" in output.decode()
+
+
+def test_a_pipe_without_rich_gets_plain_text(files: tuple[str, str]) -> None:
+    lines = [
+        "import sys",
+        "sys.modules['rich'] = sys.modules['matplotlib'] = sys.modules['numpy'] = None",
+        f"sys.argv = ['x', 'diff', {files[0]!r}, {files[1]!r}]",
+        "import runpy",
+        "runpy.run_module('roundpipe_core', run_name='__main__')",
+    ]
+    command = [sys.executable, "-c", "\n".join(lines)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.endswith("2 of 150 rows flipped, 2 reordered\n")
+
+
+def test_a_reader_may_leave_early(files: tuple[str, str]) -> None:
+    command = f"{sys.executable} -m roundpipe_core show {files[0]} | true"
+    done = subprocess.run(command, cwd=ROOT, shell=True, capture_output=True, text=True, check=False)
+
+    assert done.stderr == ""

@@ -1,0 +1,329 @@
+"""Routing of inference engines as tapes (R13): numpy says what each layer has to get."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roundpipe_core import OptionError, Tape, TapeError, layer_scope, recompute_once, record, replay, save_for_recompute
+from roundpipe_core._backend import numpys
+from roundpipe_core._phase import Run, open_slot, thread
+
+ROOT = Path(__file__).parents[2]
+
+
+class NumpyRun(Run):
+    """What a frontend does for its arrays, for numpy's."""
+
+    def adopt(self, leaf: Any, like: Any) -> Any:
+        return numpys.adopt(leaf, like)
+
+
+def layer(label: str, function) -> Any:
+    before = thread.run
+    phase, slot = open_slot(label)
+    thread.run = NumpyRun(phase, slot)
+    try:
+        return function()
+    finally:
+        thread.run = before
+
+
+def routing(tokens: int = 5, layers: int = 3, top_k: int = 2, experts: int = 8, dtype: str = "int16") -> np.ndarray:
+    return np.random.default_rng(0).integers(0, experts, (tokens, layers, top_k)).astype(dtype)
+
+
+def held(tape: Tape) -> list[np.ndarray]:
+    """The array of each layer."""
+    arrays = [entry.value for entry in tape.entries()]
+    return [np.frombuffer(array.data, array.dtype).reshape(array.shape) for array in arrays]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", ">i2", "uint16", "int32", "uint32", "int64", "uint64"])
+def test_each_layer_gets_its_own(dtype: str) -> None:
+    given_TLK = routing(dtype=dtype)
+
+    tape = Tape.from_routing(given_TLK, experts=8)
+
+    assert [entry.layer for entry in tape.entries()] == ["layer 0", "layer 1", "layer 2"]
+    for n, array_TK in enumerate(held(tape)):
+        assert np.array_equal(array_TK, given_TLK[:, n])
+        assert array_TK.dtype.itemsize == 1
+    assert np.array_equal(tape.to_routing(), given_TLK)
+    assert tape.to_routing().dtype == np.int16
+
+
+@pytest.mark.parametrize(
+    ("experts", "dtype"),
+    [(1, "int8"), (128, "int8"), (129, "uint8"), (256, "uint8"), (257, "int16"), (40000, "uint16")],
+)
+def test_arrays_are_as_narrow_as_the_experts_allow(experts: int, dtype: str) -> None:
+    given_TLK = np.full((2, 1, 1), experts - 1, "int64")
+
+    tape = Tape.from_routing(given_TLK, experts=experts)
+
+    assert [entry.dtype for entry in tape.entries()] == [dtype]
+    assert tape.to_routing(dtype="int32").item(0) == experts - 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), batch=st.integers(1, 3), length=st.integers(1, 4), aligned=st.booleans())
+def test_padding_follows_its_tokens(data: st.DataObject, batch: int, length: int, aligned: bool) -> None:
+    mask = np.array(data.draw(st.lists(st.booleans(), min_size=batch * length, max_size=batch * length)))
+    mask = mask.reshape(batch, length)
+    tokens = batch * length if aligned else int(mask.sum())
+    given_TLK = np.random.default_rng(1).integers(0, 300, (tokens, 2, 3)).astype("int32")
+    expected = np.empty((batch, length, 2, 3), "int32")
+    expected[...] = [298, 299, 0]
+    expected[mask] = given_TLK.reshape(batch, length, 2, 3)[mask] if aligned else given_TLK
+    if aligned:
+        given_TLK[~mask.reshape(-1)] = -1
+
+    tape = Tape.from_routing(given_TLK, experts=300, mask=mask, padding=298)
+
+    for n, array in enumerate(held(tape)):
+        assert np.array_equal(array, expected[:, :, n])
+
+
+def test_sequences_go_to_their_rows() -> None:
+    one, two = routing(2), routing(4, dtype="int8")
+
+    tape = Tape.from_routing([one, two], experts=8, mask=[[0, 0, 1, 1], [1, 1, 1, 1]], padding=[7, 6])
+
+    array = tape.to_routing()
+    assert array.shape == (2, 4, 3, 2)
+    assert np.array_equal(array[0, 2:], one)
+    assert np.array_equal(array[1], two)
+    assert (array[0, :2] == [7, 6]).all()
+    assert np.array_equal(Tape.from_routing([one, two], experts=8).to_routing(), np.concatenate([one, two]))
+
+
+def test_a_flat_batch(tmp_path: Path) -> None:
+    given_TLK = routing(3)
+
+    tape = Tape.from_routing(given_TLK, experts=8, mask=np.array([True, False, True, True]), padding=0)
+    tape.save(tmp_path / "a.tape")
+
+    assert np.array_equal(Tape.load(tmp_path / "a.tape").to_routing()[[0, 2, 3]], given_TLK)
+    assert {entry.value.origin for entry in Tape.load(tmp_path / "a.tape").entries()} == {"routing"}
+
+
+def test_one_choice_without_an_axis() -> None:
+    given_TL = routing()[..., 0]
+
+    tape = Tape.from_routing(given_TL, experts=8)
+
+    assert [entry.shape for entry in tape.entries()] == [(5,)] * 3
+    assert np.array_equal(tape.to_routing(), given_TL)
+
+
+def test_no_tokens() -> None:
+    assert Tape.from_routing(routing(0), experts=8).to_routing().shape == (0, 3, 2)
+    padded = Tape.from_routing(routing(0), experts=8, mask=[[0, 0]], padding=1).to_routing()
+    assert padded.tolist() == [[[[1, 2]] * 3] * 2]
+
+
+# ---------------------------------------------------------------------------------------------- who gets it
+
+
+def test_layers_find_theirs_by_label() -> None:
+    given_TLK = routing(layers=2)
+    tape = Tape.from_routing(given_TLK, experts=8, layers=["moe 1", "moe 0"], name="experts")
+
+    with replay(tape):
+        for label, n in [("moe 0", 1), ("moe 1", 0)]:
+            (got,) = layer(label, lambda: save_for_recompute(np.zeros((5, 2), "int64"), name="experts"))
+            assert np.array_equal(got, given_TLK[:, n])
+            assert got.dtype == np.int64
+
+
+@pytest.mark.parametrize("name", [None, "experts"])
+@pytest.mark.parametrize("layers", [None, ["one", "two"]])
+def test_layers_that_are_not_checkpointed(name: str | None, layers: list[str] | None) -> None:
+    given_TLK = routing(layers=2)
+
+    def run(n: int) -> np.ndarray:
+        with layer_scope(layers[n]) if layers else contextlib.nullcontext():
+            return save_for_recompute(np.zeros((5, 2), "int64"), name=name)[0]
+
+    with record() as recorded:
+        run(0), run(1)
+    tape = Tape.from_routing(given_TLK, experts=8, regions=False, name=name, layers=layers)
+
+    assert [entry[:5] for entry in tape.entries()] == [entry[:5] for entry in recorded.entries()]
+    with replay(tape):
+        assert all(np.array_equal(run(n), given_TLK[:, n]) for n in range(2))
+
+
+def test_bytes_for_whom(tmp_path: Path) -> None:
+    """Without data of its own, and outside of layers, nobody knows which framework asks."""
+    Tape.from_routing([[[1]]], experts=2, regions=False).save(tmp_path / "a.tape")
+    lines = [
+        "from roundpipe_core import *",
+        f"with replay(Tape.load({str(tmp_path / 'a.tape')!r})):",
+        "    get_recompute_data()",
+    ]
+    command = [sys.executable, "-c", "\n".join(lines)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert "bytes for torch or JAX: save_for_recompute(data), with data of your own, tells which" in done.stderr
+
+
+def test_what_recompute_once_gave() -> None:
+    def route() -> np.ndarray:
+        return np.zeros((5, 2), "int64")
+
+    with record() as recorded:
+        layer("moe", lambda: recompute_once(route))
+    (entry,) = recorded.entries()
+    tape = Tape.from_routing(routing(layers=1), experts=8, name=entry.name, layers=["moe"])
+
+    assert [entry[:5] for entry in tape.entries()] == [entry[:5] for entry in recorded.entries()]
+    assert np.array_equal(recorded.to_routing(), np.zeros((5, 1, 2)))
+
+
+def test_the_wrong_batch_is_refused_before_a_number_is_computed() -> None:
+    with (
+        pytest.raises(TapeError, match=r"shape \[5, 2\], where the layer decides \[6, 2\]"),
+        replay(Tape.from_routing(routing(), experts=8)),
+    ):
+        layer("moe", lambda: save_for_recompute(np.zeros((6, 2), "int64")))
+
+
+# ------------------------------------------------------------------------------------------- what is refused
+
+
+def with_value(value: int, dtype: str = "int16") -> np.ndarray:
+    array = routing(dtype=dtype)
+    array[3, 1, 0] = value
+    return array
+
+
+WRONG = {
+    "not routed": ({"routing": with_value(-1)}, "-1 at token 3, layer 1: not routed, and as an index it would be the"),
+    "an expert too many": ({"routing": with_value(8)}, "expert 8 of 8 at token 3, layer 1"),
+    "an engine's 255": ({"routing": with_value(255, "uint8")}, "expert 255 of 8 at token 3, layer 1"),
+    "beyond any width": ({"routing": with_value(2**63 + 1, "uint64")}, "of 8 at token 3, layer 1"),
+    "wraps to a right one": ({"routing": with_value(2**32 + 1, "int64")}, "expert 4294967297 of 8 at token 3"),
+    "not routed, in a batch": (
+        {"routing": with_value(-1)[None]},
+        "-1 at row 0, token 3, layer 1",
+    ),
+    "not routed, though marked": (
+        {"routing": with_value(-1), "mask": [1, 1, 1, 1, 0], "padding": 0},
+        "-1 at token 3, layer 1",
+    ),
+    "no padding": ({"routing": routing(), "mask": [1, 1, 1, 1, 0]}, "nothing for 1 places of padding"),
+    "other tokens": (
+        {"routing": routing(), "mask": [[1, 1, 1], [1, 0, 0]]},
+        "5 tokens, [5], where the mask [2, 3] has 4",
+    ),
+    "other rows": (
+        {"routing": [routing(2), routing(2)], "mask": [[1, 1, 1], [1, 0, 0]], "padding": 0},
+        "2 tokens in sequence 0, where row 0 of the mask has 3",
+    ),
+    "other batch": ({"routing": routing(4).reshape(2, 2, 3, 2), "mask": [[1, 1, 1, 1]]}, "4 tokens, [2, 2], where"),
+    "a mask of floats": ({"routing": routing(), "mask": np.ones(5)}, "a mask of float64[5]"),
+    "a mask of lengths": ({"routing": routing(), "mask": [2, 3]}, "a mask of int8[2]"),
+    "padding outside": ({"routing": routing(4), "mask": [1, 1, 1, 1, 0], "padding": 8}, "padding=8, with 8 experts"),
+    "padding below": ({"routing": routing(4), "mask": [1, 1, 1, 1, 0], "padding": -1}, "padding=-1, with 8 experts"),
+    "padding too short": ({"routing": routing(4), "mask": [1, 1, 1, 1, 0], "padding": [1]}, "padding=[1], with 8"),
+    "floats": ({"routing": routing().astype("float32")}, "float32, not integers"),
+    "bools": ({"routing": routing() > 3}, "bool, not integers"),
+    "one axis": ({"routing": np.arange(3)}, "the shape [3]"),
+    "five axes": ({"routing": routing()[None, None]}, "the shape [1, 1, 5, 3, 2]"),
+    "no layers": ({"routing": np.zeros((5, 0, 2), "int16")}, "the shape [5, 0, 2]"),
+    "no choices": ({"routing": np.zeros((5, 3, 0), "int16")}, "the shape [5, 3, 0]"),
+    "labels too few": ({"routing": routing(), "layers": ["a"]}, "3 layers, and 1 labels"),
+    "ragged lists": ({"routing": [[[1]], [[1], [2]]]}, "lists of several lengths"),
+    "texts": ({"routing": [["a"]]}, "str among its numbers"),
+    "sequences of other layers": (
+        {"routing": [routing(2), routing(2, 4)]},
+        "sequences of shapes [2, 3, 2], [2, 4, 2]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_routing_is_told(name: str) -> None:
+    arguments, fault = WRONG[name]
+
+    with pytest.raises(TapeError) as caught:
+        Tape.from_routing(experts=8, **arguments)
+
+    assert fault in str(caught.value)
+    assert "way out" in str(caught.value)
+
+
+@pytest.mark.parametrize("given_TLK", [with_value(-1, "int8"), [routing(), with_value(-1, "int8")]])
+def test_what_was_not_routed_stays_so_in_a_wider_type(given_TLK: Any) -> None:
+    with pytest.raises(TapeError, match=r"-1 at token [38], layer 1: not routed"):
+        Tape.from_routing(given_TLK, experts=300)
+
+
+@pytest.mark.parametrize("experts", [0, -1, 1.5, True, "8"])
+def test_experts_is_a_number(experts: Any) -> None:
+    with pytest.raises(OptionError, match="no number of experts"):
+        Tape.from_routing(routing(), experts=experts)
+
+
+def test_the_way_back_takes_loops_over_layers_apart(tmp_path: Path) -> None:
+    given_TLK = routing()
+    with record() as tape:
+        layer("loop", lambda: save_for_recompute(np.ascontiguousarray(given_TLK.transpose(1, 0, 2))))
+    next(tape.decisions())[2].axes = (1,)
+    tape.save(tmp_path / "a.tape")
+
+    assert np.array_equal(Tape.load(tmp_path / "a.tape").to_routing(), given_TLK)
+
+
+def test_the_way_back_names_what_is_missing() -> None:
+    with record() as tape:
+        layer("moe", lambda: save_for_recompute(np.arange(3), np.arange(4), name="plan"))
+        layer("dense", lambda: save_for_recompute("left"))
+
+    assert tape.to_routing(name="plan", item="[0]").tolist() == [[0], [1], [2]]
+    with pytest.raises(TapeError, match="layer 'moe' has more than one array of integers"):
+        tape.to_routing()
+    with pytest.raises(TapeError, match="no routing named 'x'"):
+        tape.to_routing(name="x")
+    with pytest.raises(OptionError, match="dtype='float32' is none for routing"):
+        tape.to_routing(dtype="float32")
+
+
+def test_the_way_back_refuses_layers_of_several_shapes_and_narrow_dtypes() -> None:
+    with record() as tape:
+        layer("a", lambda: save_for_recompute(np.array([[300]])))
+    with record() as other:
+        layer("a", lambda: save_for_recompute(np.zeros((2, 1), "int32")))
+        layer("b", lambda: save_for_recompute(np.zeros((3, 1), "int32")))
+
+    assert tape.to_routing().tolist() == [[[300]]]
+    with pytest.raises(TapeError, match="experts from 300 to 300, which int8 cannot hold"):
+        tape.to_routing(dtype="int8")
+    with pytest.raises(TapeError, match="do not route alike"):
+        other.to_routing()
+
+
+def test_lists_need_no_numpy() -> None:
+    lines = [
+        "import sys",
+        "sys.modules['numpy'] = None",
+        "from roundpipe_core import Tape",
+        "tape = Tape.from_routing([[[300, 1], [2, 3]]], experts=301, mask=[0, 1], padding=299)",
+        "print([bytes(entry.value.data) for entry in tape.entries()])",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+    expected = [np.array(pair, "<i2").tobytes() for pair in ([[299, 300], [300, 1]], [[299, 300], [2, 3]])]
+    assert done.stdout == f"{expected}\n", done.stderr
