@@ -373,8 +373,8 @@ def _depending(plan: _Plan, held: _Arrays, inputs: _Arrays) -> list[Any]:
 def _wrong_under_remat3() -> OptionError:
     return OptionError(
         message(
-            "keep: a second derivative would be wrong under JAX_REMAT3, whose jax.checkpoint gives wrong second "
-            "derivatives of functions with a custom_jvp rule.",
+            "keep: a second derivative would be wrong under JAX_REMAT3, whose jax.checkpoint takes it from the value "
+            "of a function with a custom_jvp rule, and not from the rule.",
             [],
             "unset JAX_REMAT3, or leave keep out.",
         )
