@@ -218,6 +218,15 @@ class Call:
         plan = self.options.offload
         if plan is None or not plan.inputs:
             return (False,) * len(self.arrays)
+        wrong = () if isinstance(plan.inputs, bool) else [n for n in plan.inputs if not 0 <= n < len(args)]
+        if wrong:
+            raise OptionError(
+                message(
+                    f"layer {label_of(self.label)!r}: offload moves inputs {plan.inputs}, and the call has fewer.",
+                    [("positional arguments", str(len(args)))],
+                    "count from 0, or say inputs=True.",
+                )
+            )
         numbers: list[int | None] = [n for n, part in enumerate(args) for _ in jax.tree.leaves(part)]
         numbers += [None] * len(jax.tree.leaves(kwargs))
         return plan.takes_inputs(self.arrays, [n for n, one in zip(numbers, self.arguments.array, strict=True) if one])
@@ -537,7 +546,7 @@ class Call:
 
     def _checkpointed(self, program: Program, found: Forward, led: Program, policy: Any) -> list[Any]:
         check_matches(self.options.policy, program.jaxpr, label_of(self.label))
-        key = (id(self.options.policy), self.barrier)
+        key = (id(self.options.policy), self.barrier, self.options.offload if isinstance(policy, Offloading) else None)
         made = found.made.get(key)
         if made is None:
             barrier: Any = self.barrier

@@ -100,6 +100,18 @@ def scanned(f: Any) -> Any:
     return lambda w, x: jax.lax.scan(lambda x, _: (f(w, x), None), x, None, length=L)[0]
 
 
+def both_ways(w: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda x, _: (layer(w, x), None), x, None, length=L)[0]
+
+
+def test_one_function_with_several_options() -> None:
+    for plan, count in ((SLOT, 2), (None, 0), (Offload(min_bytes=0), 1), (None, 0), (SLOT, 2)):
+        f = remat(both_ways, offload=plan)
+        assert len(residuals(f, W, X)[0]) == count
+        nested = remat(lambda w, x, f=f: f(w, x))
+        assert residuals(nested, W, X)[0] == []
+
+
 def test_where_the_layer_saves_in_a_scan() -> None:
     f = remat(scanned(layer), offload=SLOT)
     assert residuals(f, W, X)[0] == [f"float32[{L},{T},{D}]", f"int32[{L},{T}]"]
@@ -170,5 +182,7 @@ def test_no_host_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_options_are_errors() -> None:
     with pytest.raises(OptionError, match='offload must be "cpu", an Offload or None'):
         remat(layer, offload="gpu")
+    with pytest.raises(OptionError, match="and the call has fewer"):
+        step(remat(layer, offload=Offload(inputs=(2,))))(W, X)
     with pytest.raises(OptionError, match="without inputs"):
         step(remat(scanned(layer), offload=ALL))(W, X)
