@@ -6,6 +6,7 @@ import roundpipe_jax
 OWN = {
     "Explanation",
     "LayerCost",
+    "Offload",
     "checkpoint",
     "exchange",
     "explain",

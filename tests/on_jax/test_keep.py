@@ -367,7 +367,7 @@ def test_a_recompute_that_keeps_something_else_is_an_error() -> None:
         save_for_recompute(1)
         return jnp.sin(x)
 
-    with pytest.raises(SlotError, match=r"layer '.*f .*': the recompute calls keep\(sin\), and the forward did not."):
+    with pytest.raises(SlotError, match=r"layer '.*f .*': the recompute calls keep\(sin.*, and the forward did not."):
         jax.grad(lambda x: remat(f)(x).sum())(X)
 
 
