@@ -140,8 +140,7 @@ def test_the_function_is_not_run_again(function: str, how: Any, wrap: str) -> No
     assert kept - flops(step(bare), W, X) == 2 * 2 * T * D * D  # the products that make q and k
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("wrap", REMATS)
+@pytest.mark.parametrize(("function", "wrap"), [*(("kernel", wrap) for wrap in REMATS), ("attention", "checkpoint")])
 def test_gradients_are_those_without_remat(function: str, wrap: str) -> None:
     fun = FUNCTIONS[function]
     want = jax.jit(step(layer(fun, plainly)))(W, X)
@@ -158,8 +157,10 @@ def in_a_vmap(f: Any) -> Any:
     return lambda w, x: jax.vmap(lambda x: f(w, x))(x.reshape(2, T // 2, D)).reshape(T, D)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize(("inside", "saved"), [(in_a_scan, 3 * ATTENTION), (in_a_vmap, ATTENTION // 2)])
+@pytest.mark.parametrize(
+    ("function", "inside", "saved"),
+    [("kernel", in_a_scan, 3 * ATTENTION), ("attention", in_a_vmap, ATTENTION // 2)],
+)
 def test_inside_an_inner_trace(function: str, inside: Any, saved: int) -> None:
     fun = FUNCTIONS[function]
     bare, f = inside(layer(fun, plainly)), inside(layer(fun))

@@ -38,10 +38,10 @@ Build = Callable[[Router, str], Loop]
 """How to build the model with one of the remats."""
 
 REMATS = {
-    "linen": ("theirs", "ours", "both"),
+    "linen": ("theirs", "ours"),
     "nnx": ("theirs", "both"),
     "equinox": ("theirs", "ours"),
-    "haiku": ("ours", "both"),
+    "haiku": ("theirs", "ours"),
 }
 
 
