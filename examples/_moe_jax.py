@@ -26,19 +26,19 @@ Weights = dict[str, Array]
 Layer = Callable[..., Any]
 Plan = tuple[Array, ...]  # the experts of each token, their rows, whether there was room, and the token of each row
 
-WAYS: dict[str, Callable[[Layer], Layer]] = {
-    "none": lambda layer: layer,
-    "jax": jax.checkpoint,
-    "ours": partial(remat, label="block"),
+WAYS: dict[str, Callable[[Layer, str], Layer]] = {
+    "none": lambda layer, label: layer,
+    "jax": lambda layer, label: jax.checkpoint(layer),
+    "ours": lambda layer, label: remat(layer, label=label),
 }
 
 
 class Model(NamedTuple):
-    """What is the same in every step and every layer."""
+    """What is the same in every step and every layer. `wrap` takes a layer and its label, as in torch."""
 
     sizes: Sizes
     dtype: Any
-    wrap: Callable[[Layer], Layer]
+    wrap: Callable[[Layer, str], Layer]
 
     def loss(
         self,
@@ -56,11 +56,11 @@ class Model(NamedTuple):
         things are dropped. With `plans`, the layers follow these.
         """
         layers = self.sizes.layers
-        layer = self.wrap(partial(block, self.sizes))
+        run = partial(block, self.sizes)
         x_BLD = (weights["embed_VD"][tokens_BL] + weights["position_LD"]).astype(self.dtype)
         followed, watched = [], jnp.zeros((), jnp.float32)
         for n in range(layers):
-            x_BLD, plan, seen = layer(
+            x_BLD, plan, seen = self.wrap(run, f"block {n}")(
                 weights_of_block(weights, n),
                 watch[n] if watch is not None else None,
                 biases[n],

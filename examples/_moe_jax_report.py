@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from _moe_look import COLORS, TITLES, Plot, Row, error, size
-from _moe_results import JaxResults, JaxWay, Results, Twins
+from _moe_look import COLORS, TITLES, Plot, Row, error, size, stacked
+from _moe_results import JaxResults, JaxWay, Results
 from _moe_settings import ORACLE
 from matplotlib.axes import Axes
 
@@ -53,7 +53,7 @@ def verdict(found: Results) -> list[str]:
     if found.jax is None:
         return []
     sentences = []
-    stock, ours, twins = found.jax.way("jax"), found.jax.way("ours"), found.twins()
+    stock, ours = found.jax.way("jax"), found.jax.way("ours")
     if ours and found.jax.kept_the_routing():
         sentences.append(
             "In JAX, ours routed every token in backward as in forward, in all layers and steps, and its gradient is "
@@ -74,13 +74,6 @@ def verdict(found: Results) -> list[str]:
     elif stock:
         sentences.append(
             f"jax.checkpoint in {found.options['precision']} routed no token otherwise in backward in this run."
-        )
-    if twins:
-        own = ", each with dropout masks of its own" if found.options["dropout"] else ""
-        sentences.append(
-            f"The same weights lose {twins.start_losses[0]:.4f} in PyTorch and {twins.start_losses[1]:.4f} in JAX on "
-            f"held-out text before training. After {twins.steps} steps{own}, the training loss is "
-            f"{twins.final_losses[0]:.3f} and {twins.final_losses[1]:.3f}."
         )
     return sentences
 
@@ -114,7 +107,6 @@ def notes(found: Results) -> list[str]:
         False: " It disturbed what it looks at: a program without it gave jax.checkpoint another first gradient.",
         None: "",
     }[found.jax.probe_is_harmless]
-    twins = found.twins()
     return [
         "JAX: what a recompute chose is read through the gradient. Each layer has an additional input of zeros, whose "
         "derivative rule returns the experts that backward is using; no callback is involved." + harmless,
@@ -125,17 +117,6 @@ def notes(found: Results) -> list[str]:
         "rounds wherever the types say so, and the recompute of jax.checkpoint routes as the forward did.",
         "JAX: routing decisions are counted in the optimised program. "
         f"Compiling took {found.jax.compile_seconds:.0f} of {found.jax.seconds:.0f} seconds.",
-        *(_twins_note(found, twins) if twins else []),
-    ]
-
-
-def _twins_note(found: Results, twins: Twins) -> list[str]:
-    masks = " Dropout draws other masks in each; without it (dropout 0) only rounding differs."
-    return [
-        "PyTorch and JAX: what passes between layers is float32 under autocast, and "
-        f"{found.options['precision']} in JAX.{masks * bool(found.options['dropout'])} Over {twins.steps} steps the "
-        f"loss of a step differs by {twins.loss_difference:.3f} in the mean, and the running mean over ten steps by "
-        f"{twins.smoothed_difference:.3f} at most."
     ]
 
 
@@ -201,16 +182,11 @@ def _loss_curves(axes: Axes, found: Results) -> None:
 def _flips_seen(axes: Axes, found: Results) -> None:
     (stock,) = _ways(found, "jax")
     counts = np.array(stock.flipped)
-    steps, foot = np.arange(1, len(counts) + 1), np.zeros(len(counts))
-    flipping = [layer for layer, of_layer in enumerate(counts.T) if of_layer.any()]
-    for shade, layer in zip(np.linspace(1, 0.3, len(flipping)), flipping, strict=True):
-        label = f"layer {layer}"
-        axes.bar(steps, counts[:, layer], 0.85, bottom=foot, color=COLORS["jax"], alpha=shade, label=label)
-        foot += counts[:, layer]
+    top = stacked(axes, counts, COLORS["jax"])
     for ours in _ways(found, "ours"):
         axes.axhline(0, color=COLORS["ours"], linewidth=3, label=f"ours: {sum(map(sum, ours.flipped or []))} in all")
     axes.set(xlabel="step", ylabel=f"tokens, of {counts.shape[1] * found.tokens}")
-    axes.set_ylim(bottom=0, top=max(1.0, foot.max()) * 1.3)
+    axes.set_ylim(bottom=0, top=max(1.0, top) * 1.3)
     axes.yaxis.get_major_locator().set_params(integer=True)
     axes.margins(x=0.01)
     axes.legend(frameon=False, fontsize=8, ncols=3, loc="upper right")

@@ -16,7 +16,6 @@ def jax_results(shared: Training) -> JaxResults:
     oracle = next(trainee for trainee in shared.trainees if trainee.way == ORACLE)
     return JaxResults(
         ways=[_way(shared, trainee, oracle) for trainee in shared.trainees],
-        start_loss=shared.start_loss,
         probe_is_harmless=_probe_is_harmless(shared),
         seconds=shared.seconds,
         compile_seconds=shared.compile_seconds,

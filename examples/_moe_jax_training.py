@@ -77,7 +77,6 @@ class Training:
     batch: int
     trainees: list[Trainee]
     programs: Programs
-    start_loss: float = float("nan")  # of the initial weights on held-out text
     seconds: float = 0.0  # all of it, the compiler's time included
     compile_seconds: float = 0.0
 

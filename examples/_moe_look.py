@@ -17,8 +17,18 @@ TITLES = {
     "jax": "jax.checkpoint",
     "ours": "ours",
     "verify": "ours, verify",
+    "decides": "JAX, deciding itself",
+    "replays": "JAX, replaying PyTorch's tapes",
 }
-COLORS = {"none": "#8a8f98", "torch": "#d1495b", "jax": "#d1495b", "ours": "#1f6feb", "verify": "#2a9d6f"}
+COLORS = {
+    "none": "#8a8f98",
+    "torch": "#d1495b",
+    "jax": "#d1495b",
+    "ours": "#1f6feb",
+    "verify": "#2a9d6f",
+    "decides": "#d1495b",
+    "replays": "#1f6feb",
+}
 
 
 class Row(NamedTuple):
@@ -90,3 +100,21 @@ def smooth(values: list[float], zero: float | None = None) -> tuple[np.ndarray, 
     first = np.maximum(last - window, 0)
     mean = (total[last] - total[first]) / (last - first)
     return last, np.exp(mean) if zero is not None else mean
+
+
+def logarithmic(axes: Axes, values: list[float], floor: float, color: str, label: str) -> None:
+    """Dots and their running mean, for a logarithmic axis that ends at `floor`; a 0 has no dot."""
+    steps = np.arange(1, len(values) + 1)
+    shown = np.where(np.array(values) > 0, values, np.nan)
+    axes.plot(steps, shown, ".", color=color, markersize=3, alpha=0.35)
+    axes.plot(*smooth(values, zero=floor), color=color, label=label, linewidth=1.8)
+
+
+def stacked(axes: Axes, counts: np.ndarray, color: str) -> float:
+    """Bars of [steps, layers] counts, the layers on top of each other; return the height of the highest."""
+    steps, foot = np.arange(1, len(counts) + 1), np.zeros(len(counts))
+    flipping = [layer for layer, of_layer in enumerate(counts.T) if of_layer.any()]
+    for shade, layer in zip(np.linspace(1, 0.3, len(flipping)), flipping, strict=True):
+        axes.bar(steps, counts[:, layer], 0.85, bottom=foot, color=color, alpha=shade, label=f"layer {layer}")
+        foot += counts[:, layer]
+    return float(foot.max())

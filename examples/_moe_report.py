@@ -6,11 +6,12 @@ import base64
 import html
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import _moe_jax_report as in_jax
+import _moe_side_report as beside
 import numpy as np
-from _moe_look import COLORS, TITLES, Drawn, Plot, Row, drawn, error, size, smooth
+from _moe_look import COLORS, TITLES, Drawn, Plot, Row, drawn, error, logarithmic, size, smooth
 from _moe_results import Results, Way
 from matplotlib.axes import Axes
 from rich.console import Console
@@ -72,26 +73,38 @@ def _flips(way: Way) -> str:
     return f"0 ({way.flipped_tokens:.1f} averted)" if way.name == "verify" else f"{way.flipped_tokens:.1f}"
 
 
-def tables(found: Results) -> list[tuple[str, list[Any], list[Row]]]:
-    """Name of the framework, its ways, and what there is to say of each."""
-    shown: list[tuple[str, list[Any], list[Row]]] = []
+class Section(NamedTuple):
+    """A part of the report: what was trained in it, and what there is to say of each way."""
+
+    title: str
+    figures: str  # what the names of its figures begin with
+    lead: str
+    ways: list[Any]
+    rows: list[Row]
+
+
+def sections(found: Results) -> list[Section]:
+    """Those of the parts that were run."""
+    shown = []
     if found.ways:
-        shown.append(("PyTorch", found.ways, rows(found)))
+        shown.append(Section("PyTorch", "torch_", _torch_lead(found), found.ways, rows(found)))
     if found.jax:
-        shown.append(("JAX", found.jax.ways, in_jax.rows(found)))
+        shown.append(Section("JAX", "jax_", in_jax.lead(found), found.jax.ways, in_jax.rows(found)))
+    if found.side:
+        shown.append(Section(beside.TITLE, "side_", beside.lead(found.side), found.side.ways, beside.rows(found)))
     return shown
 
 
 def print_tables(found: Results, console: Console) -> None:
     """The tables, and what they come to."""
-    for framework, its_ways, its_rows in tables(found):
-        title = f"{framework}, {len(its_ways[0].losses)} steps each way"
+    for section in sections(found):
+        title = f"{section.title}, {len(section.ways[0].losses)} steps each way"
         table = Table(title=title, title_justify="left", title_style="bold")
         table.add_column("")
-        for way in its_ways:
+        for way in section.ways:
             table.add_column(way.name, justify="right")
-        for row in its_rows:
-            table.add_row(row.name, *(_coloured(row.cell(way)) for way in its_ways))
+        for row in section.rows:
+            table.add_row(row.name, *(_coloured(row.cell(way)) for way in section.ways))
         console.print(table)
     for sentence in verdict(found):
         console.print(sentence, highlight=False)
@@ -129,7 +142,7 @@ def verdict(found: Results) -> list[str]:
             f'verify="warn" reported {verified.flipped_tokens:.1f} tokens in each layer and step that a plain '
             "recompute would have sent elsewhere. The gradient is that of the forward's routing all the same."
         )
-    return sentences + in_jax.verdict(found)
+    return sentences + in_jax.verdict(found) + (beside.verdict(found) if found.side else [])
 
 
 # Figures
@@ -137,20 +150,21 @@ def verdict(found: Results) -> list[str]:
 
 def draw(found: Results) -> list[Drawn]:
     plots = (_plots() if found.ways else []) + (in_jax.plots() if found.jax else [])
+    plots += beside.plots() if found.side else []
     return [drawn(plot, found) for plot in plots if plot.worthwhile(found)]
 
 
 def _plots() -> list[Plot]:
     return [
         Plot(
-            "loss",
+            "torch_loss",
             "Training loss",
             "Running mean over the last steps. Ours and verify are dashed, so that what lies below them can be seen.",
             _loss_curves,
             wide=True,
         ),
         Plot(
-            "deviation",
+            "torch_deviation",
             "Deviation from the un-checkpointed run",
             "Absolute difference of the loss, step by step, on a logarithmic scale. A run that never left the oracle "
             "has no place on it and is drawn along the bottom.",
@@ -159,21 +173,21 @@ def _plots() -> list[Plot]:
             worthwhile=_compares,
         ),
         Plot(
-            "bytes",
+            "torch_bytes",
             "Bytes held per layer after forward",
             "Everything that a layer's forward made and that is still held when the whole forward has returned, its "
             "output included. The dark foot is the saved routing plan.",
             _bytes_held,
         ),
         Plot(
-            "decisions",
+            "torch_decisions",
             "Routing decisions per layer and step",
             "How often the router ran. Hatched: in backward. With torch the gradient is computed from that second run; "
             "with verify it is an audit, compared and thrown away.",
             _decisions_made,
         ),
         Plot(
-            "flips",
+            "torch_flips",
             "Tokens whose experts change when the router runs again",
             "Share of tokens in all layers, step by step, with its running mean. torch's checkpointing: its second "
             "routing of a step against its first. verify: what the audit found.",
@@ -181,7 +195,7 @@ def _plots() -> list[Plot]:
             worthwhile=lambda found: any(way.flipped for way in found.ways),
         ),
         Plot(
-            "time",
+            "torch_time",
             "Step time relative to no checkpointing",
             "Each step in relation to the same step without checkpointing. Line: the median; box: the middle half; "
             "whiskers: 5 to 95 %.",
@@ -219,10 +233,7 @@ def _deviations(axes: Axes, found: Results) -> None:
         steps = np.arange(1, len(way.loss_differences) + 1)
         values = np.array(way.loss_differences)
         if values.any():
-            shown = np.where(values > 0, values, np.nan)
-            mean = smooth(way.loss_differences, zero=floor)
-            axes.plot(steps, shown, ".", color=COLORS[way.name], markersize=3, alpha=0.35)
-            axes.plot(*mean, color=COLORS[way.name], label=TITLES[way.name], linewidth=1.8)
+            logarithmic(axes, way.loss_differences, floor, COLORS[way.name], TITLES[way.name])
         else:
             style = _STYLES[way.name] | {"linewidth": 2.6}
             label = f"{TITLES[way.name]}: exactly 0 in every step"
@@ -307,7 +318,7 @@ def _step_times(axes: Axes, found: Results) -> None:
 def page(found: Results, figures: list[Drawn]) -> str:
     """One HTML file with everything inside."""
     state = "good" if found.passed() else "bad"
-    sections = "".join(_section_html(found, *table, figures) for table in tables(found))
+    parts = "".join(_section_html(section, figures) for section in sections(found))
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -321,7 +332,7 @@ def page(found: Results, figures: list[Drawn]) -> str:
 <h1>Checkpointing a mixture of experts</h1>
 <p class="lead">{_lead_html(found)}</p>
 <ul class="verdict {state}">{"".join(f"<li>{html.escape(sentence)}</li>" for sentence in verdict(found))}</ul>
-{sections}
+{parts}
 <h2>How it was measured</h2>
 {_notes_html(found)}
 </main>
@@ -330,14 +341,13 @@ def page(found: Results, figures: list[Drawn]) -> str:
 """
 
 
-def _section_html(found: Results, framework: str, ways: list[Any], rows: list[Row], figures: list[Drawn]) -> str:
-    mine = [figure for figure in figures if figure.name.startswith("jax_") == (framework == "JAX")]
+def _section_html(section: Section, figures: list[Drawn]) -> str:
+    mine = [figure for figure in figures if figure.name.startswith(section.figures)]
     wide = "".join(_figure_html(figure) for figure in mine if figure.wide)
     narrow = "".join(_figure_html(figure) for figure in mine if not figure.wide)
-    lead = in_jax.lead(found) if framework == "JAX" else _torch_lead(found)
     return (
-        f'<h2>{framework}</h2><p class="lead">{html.escape(lead)}</p>{_table_html(ways, rows)}{wide}'
-        f'<div class="pair">{narrow}</div>'
+        f'<h2>{section.title}</h2><p class="lead">{html.escape(section.lead)}</p>'
+        f'{_table_html(section.ways, section.rows)}{wide}<div class="pair">{narrow}</div>'
     )
 
 
@@ -401,6 +411,7 @@ def _notes_html(found: Results) -> str:
         "worse one is.",
         *(_torch_notes(found) if found.ways else []),
         *(in_jax.notes(found) if found.jax else []),
+        *(beside.notes(found.side) if found.side else []),
         f"Text: {text['bytes']:,} bytes from {text['files']} files, SHA-256 {text['sha256'][:16]}…; a token is a "
         "byte; the last 5 % are held out.",
         f"Model: {found.parameters:,} parameters, width {options['dim']}, {options['top_k']} of {options['experts']} "

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
-import numpy as np
+DECIDES, REPLAYS = "decides", "replays"  # the two runs in JAX beside PyTorch's
 
 
 @dataclass
@@ -60,7 +60,6 @@ class JaxResults:
     """What the training in JAX has shown."""
 
     ways: list[JaxWay]
-    start_loss: float  # of the initial weights on held-out text
     probe_is_harmless: bool | None  # the first gradient of jax.checkpoint is the same numbers without the probe
     seconds: float  # all of it
     compile_seconds: float
@@ -77,14 +76,36 @@ class JaxResults:
 
 
 @dataclass
-class Twins:
-    """The oracles of both frameworks, over the steps that both have made."""
+class SideWay:
+    """A run in JAX beside that in PyTorch, step by step. Distances are relative, of the array that is furthest off."""
 
-    steps: int
-    start_losses: tuple[float, float]  # PyTorch's and JAX's, of the initial weights on held-out text
-    final_losses: tuple[float, float]  # mean over the last tenth of these steps
-    loss_difference: float  # mean over these steps of the absolute difference
-    smoothed_difference: float  # largest difference of the running means over ten steps
+    name: str
+    losses: list[float] = field(default_factory=list)
+    loss_differences: list[float] = field(default_factory=list)
+    gradient_distances: list[float] = field(default_factory=list)
+    weight_distances: list[float] = field(default_factory=list)  # after the step
+    flipped: list[list[int]] = field(default_factory=list)  # for each layer, tokens with other experts than in PyTorch
+    flipped_last: list[list[int]] = field(default_factory=list)  # for each layer, which they were in the last step
+
+    def departs(self) -> int | None:
+        """The first step, counted from 1, with a token that went elsewhere than in PyTorch."""
+        return next((n for n, of_layers in enumerate(self.flipped, 1) if any(of_layers)), None)
+
+
+@dataclass
+class SideBySide:
+    """How closely JAX follows PyTorch, deciding itself and replaying PyTorch's tapes."""
+
+    losses: list[float]  # PyTorch's
+    ways: list[SideWay]
+    tape_bytes: int  # of the file, for one step
+
+    def followed(self) -> bool:
+        """Whether the run that replays has routed every token as PyTorch did."""
+        return self.way(REPLAYS).departs() is None
+
+    def way(self, name: str) -> SideWay:
+        return next(way for way in self.ways if way.name == name)
 
 
 @dataclass
@@ -92,8 +113,8 @@ class Results:
     """All of it; `as_json` is what the file holds. Without a framework, its part is empty."""
 
     ways: list[Way]  # of PyTorch
-    start_loss: float | None  # of the initial weights on held-out text, in PyTorch
     jax: JaxResults | None
+    side: SideBySide | None
     options: dict[str, Any]
     text: dict[str, Any]
     machine: dict[str, Any]
@@ -105,34 +126,19 @@ class Results:
         return all(way.bitwise for way in self.ways if way.name in ("ours", "verify"))
 
     def passed(self) -> bool:
-        """Whether ours did what it is for, in both frameworks."""
-        return self.followed() and (self.jax is None or self.jax.kept_the_routing())
+        """Whether ours did what it is for, in both frameworks and between them."""
+        in_jax = self.jax is None or self.jax.kept_the_routing()
+        return self.followed() and in_jax and (self.side is None or self.side.followed())
 
     def way(self, name: str) -> Way | None:
         """PyTorch's way of this name, if it was run."""
         return next((way for way in self.ways if way.name == name), None)
 
-    def twins(self) -> Twins | None:
-        """How closely the frameworks follow each other, if both were run."""
-        if not self.ways or self.jax is None or self.start_loss is None:
-            return None
-        steps = min(len(self.ways[0].losses), len(self.jax.ways[0].losses))
-        one, two = np.array(self.ways[0].losses[:steps]), np.array(self.jax.ways[0].losses[:steps])
-        window = np.ones(min(10, steps)) / min(10, steps)
-        return Twins(
-            steps,
-            (self.start_loss, self.jax.start_loss),
-            (last_tenth(one.tolist()), last_tenth(two.tolist())),
-            float(np.abs(one - two).mean()),
-            float(np.abs(np.convolve(one - two, window, "valid")).max()),
-        )
-
     def as_json(self) -> dict[str, Any]:
-        twins = self.twins()
         return {
             "ours_followed_the_oracle": self.followed() if self.ways else None,
             "ours_kept_the_routing_in_jax": self.jax.kept_the_routing() if self.jax else None,
-            "frameworks_compared": asdict(twins) if twins else None,
+            "jax_followed_the_tapes": self.side.followed() if self.side else None,
             **asdict(self),
         }
 

@@ -7,8 +7,9 @@
     ours     remat of roundpipe_torch and roundpipe_jax: the recompute takes the routing that the forward saved
     verify   the same in PyTorch with verify="warn", which also says what a plain recompute would have routed otherwise
 
-All start from the same weights, see the same text and, in a framework, draw the same random numbers. Prints a table
-for each framework and writes a report.
+All start from the same weights, see the same text and, in a framework, draw the same random numbers. At last both
+frameworks train side by side: JAX once deciding itself, and once replaying the tape that PyTorch records in each step.
+Prints a table for each part and writes a report.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import _moe_report as report
-from _moe_results import Results
+from _moe_results import Results, SideBySide
 from _moe_settings import ORACLE, WAYS, DivergedError, Settings
 from _moe_text import VOCABULARY, Text, batches, read_text
 from _moe_weights import Sizes
@@ -81,8 +83,8 @@ def train(text: Text, options: argparse.Namespace) -> Results:
     held_out = list(batches(text.held_out, options.batch, options.length, count=EVALUATED, seed=options.seed))
     found = Results(
         ways=[],
-        start_loss=None,
         jax=None,
+        side=None,
         options={name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
         text={"files": text.files, "bytes": len(text), "sha256": text.digest},
         machine={
@@ -97,7 +99,7 @@ def train(text: Text, options: argparse.Namespace) -> Results:
     if "torch" in options.frameworks:
         from _moe_torch_results import torch_machine, torch_ways
 
-        trained, found.start_loss = train_in_torch(text, held_out, sizes, settings, options)
+        trained = train_in_torch(text, held_out, sizes, settings, options)
         found.ways = torch_ways(trained, found.tokens)
         found.machine |= torch_machine()
         found.parameters = sum(parameter.numel() for parameter in trained[0].model.parameters())
@@ -109,13 +111,15 @@ def train(text: Text, options: argparse.Namespace) -> Results:
         found.jax = jax_results(shared)
         found.machine["jax"] = jax.__version__
         found.parameters = found.jax.parameters
+    if found.ways and found.jax and "ours" in options.ways and options.side_steps:
+        found.side = train_side_by_side(text, sizes, settings, options)
     return found
 
 
 def train_in_torch(
     text: Text, held_out: list[Any], sizes: Sizes, settings: Settings, options: argparse.Namespace
-) -> tuple[list[Trainee], float]:
-    """All ways, trained, and the loss before that."""
+) -> list[Trainee]:
+    """All ways, trained."""
     import _moe_training as in_torch
     import torch
 
@@ -123,14 +127,13 @@ def train_in_torch(
     if options.precision == "bfloat16" and not _bfloat16_is_fast():
         print("This CPU computes bfloat16 slowly; --precision float32 is faster here.", file=sys.stderr)
     trained = in_torch.trainees([way for way in options.ways if way in in_torch.WAYS], sizes, settings)
-    start_loss = in_torch.evaluate(trained[0], held_out, settings)
     data = batches(text.train, options.batch, options.length, count=options.steps, seed=options.seed)
     for n, batch in enumerate(progress(data, options.steps, "training in PyTorch")):
         for trainee in in_turn(trained, n):
             in_torch.train_step(trainee, batch, settings)
     for trainee in trained:
         trainee.held_out_loss = in_torch.evaluate(trainee, held_out, settings)
-    return trained, start_loss
+    return trained
 
 
 def train_in_jax(
@@ -147,7 +150,6 @@ def train_in_jax(
     print("JAX: compiling", file=sys.stderr, flush=True)
     start = time.perf_counter()
     shared = in_jax.training([way for way in options.ways if way in model.WAYS], sizes, settings, options.batch)
-    shared.start_loss = in_jax.evaluate(shared, shared.trainees[0], held_out)
     steps = min(options.steps, options.jax_steps)
     data = batches(text.train, options.batch, options.length, count=steps, seed=options.seed)
     for n, batch in enumerate(progress(data, steps, "training in JAX")):
@@ -157,6 +159,18 @@ def train_in_jax(
         trainee.held_out_loss = in_jax.evaluate(shared, trainee, held_out)
     shared.seconds = time.perf_counter() - start
     return shared
+
+
+def train_side_by_side(text: Text, sizes: Sizes, settings: Settings, options: argparse.Namespace) -> SideBySide:
+    """PyTorch, and JAX twice beside it, with nothing but rounding between them."""
+    from _moe_side_by_side import SideTraining
+
+    together = SideTraining(replace(sizes, dropout=0.0), settings._replace(precision="float32"), options.out)
+    steps = min(options.steps, options.side_steps)
+    data = batches(text.train, options.batch, options.length, count=steps, seed=options.seed)
+    for batch in progress(data, steps, "training side by side"):
+        together.step(batch)
+    return together.results()
 
 
 def in_turn(trainees: list[Any], step: int) -> list[Any]:
@@ -185,7 +199,8 @@ def command_line() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Exit status: 0 if ours followed the oracle bit for bit in PyTorch, and in JAX kept the experts of "
-        "every token and had the gradient of pinned routing bit for bit; 1 if not; 2 for a wrong option.",
+        "every token and had the gradient of pinned routing bit for bit, and JAX routed as PyTorch's tapes say; 1 if "
+        "not; 2 for a wrong option.",
     )
     say = parser.add_argument_group("what to train").add_argument
     say(
@@ -201,6 +216,13 @@ def command_line() -> argparse.ArgumentParser:
         default=40,
         metavar="N",
         help="at most so many of them in JAX, which also has to compile (default: %(default)s)",
+    )
+    say(
+        "--side-steps",
+        type=whole(0),
+        default=120,
+        metavar="N",
+        help="at most so many of them in JAX beside PyTorch, if both are there (default: %(default)s)",
     )
     say("--layers", type=whole(1), default=4, metavar="N", help="blocks (default: %(default)s)")
     say("--dim", type=whole(1), default=96, metavar="N", help="width of a token (default: %(default)s)")
