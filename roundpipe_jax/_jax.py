@@ -21,8 +21,10 @@ __all__ = [
     "concrete_value",
     "default_platform",
     "fresh_var",
+    "is_about_effects",
     "is_about_forward_mode",
     "is_float",
+    "is_io",
     "is_numpy",
     "is_remat3",
     "is_running",
@@ -110,6 +112,11 @@ def is_float(value: Any) -> bool:
     return bool(jnp.issubdtype(jax.typeof(value).dtype, jnp.inexact))
 
 
+def is_io(effect: Any) -> bool:
+    """Whether an effect is that of `io_callback`."""
+    return type(effect).__name__ in ("IOEffect", "OrderedIOEffect")
+
+
 def is_remat3() -> bool:
     """Whether `jax.checkpoint` is the coming implementation, which `JAX_REMAT3=1` turns on."""
     return bool(getattr(jax.config, "jax_remat3", False))
@@ -189,6 +196,11 @@ def is_about_forward_mode(error: Exception) -> bool:
     if isinstance(error, NotImplementedError):  # under JAX_CUSTOM_VJP3
         return not str(error) or "CustomVJP" in str(error)
     return "forward-mode" in str(error)
+
+
+def is_about_effects(error: Exception) -> bool:
+    """Whether JAX says that `jax.checkpoint` does not take a layer's effects."""
+    return str(error).startswith("Effects not supported")
 
 
 def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:

@@ -34,6 +34,7 @@ class _Lane:
 
     `program` is the recompute, from (its constants, slot, arguments) to the outputs. `forward` is the forward from
     (its constants, arguments), where what was saved may carry a tangent and that is not yet checked (R5).
+    `unfit` is the error of a program that may not run a second time.
     """
 
     def __init__(
@@ -44,9 +45,10 @@ class _Lane:
         slots: int,
         barrier: bool | tuple[bool, ...],
         policy: Any,
+        unfit: Callable[[], Exception],
     ) -> None:
         self.program, self.forward, self.slots = program, forward, slots
-        self.barrier, self.policy = barrier, policy
+        self.barrier, self.policy, self.unfit = barrier, policy, unfit
         self.jaxpr_consts = len(program.consts)
         self._made: dict[tuple[bool, ...], Callable[..., Any]] = {}
 
@@ -68,6 +70,8 @@ class _Lane:
 
     def check(self, varying: Sequence[bool], inputs: _Arrays, forward_consts: _Arrays, more: Sequence[bool]) -> None:
         """Trace the tangent of the forward, so that the probes on saved values speak up (R5)."""
+        if self.program.calls_back and any(varying):
+            raise self.unfit()
         if self.forward is None:
             return
         forward, args = self.forward, inputs[self.jaxpr_consts :]
@@ -186,7 +190,12 @@ class ResidualLane(_Lane):
         needed = [is_float(value) for value in outputs]
         captured = len(forward_consts)
         twice = CheckpointLane(
-            self.program, forward=self.forward, slots=self.slots, barrier=bool(self.barrier), policy=None
+            self.program,
+            forward=self.forward,
+            slots=self.slots,
+            barrier=bool(self.barrier),
+            policy=None,
+            unfit=self.unfit,
         )
 
         def forward(outputs: Any, slot: Any, inputs: Any, consts: Any) -> tuple[Any, Any]:
