@@ -116,7 +116,7 @@ class CheckpointLane(_Lane):
     """`jax.checkpoint` fed by the slot."""
 
     def __call__(self, outputs: _Arrays, slot: _Arrays, inputs: _Arrays, forward_consts: _Arrays = ()) -> list[Any]:
-        if is_remat3():
+        if is_remat3() and not self.program.calls_back:  # otherwise it could only be refused
             return self._beside(outputs, slot, inputs)
         operation = jax.custom_jvp(lambda outputs, slot, inputs, consts: outputs)
         operation.defjvp(self._rule(operation), symbolic_zeros=True)

@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import io_callback
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roundpipe_jax import doing_recompute, get_recompute_data, record, remat, replay, save_for_recompute
+from roundpipe_jax import MismatchError, doing_recompute, get_recompute_data, record, remat, replay, save_for_recompute
 
 REMAT3 = bool(getattr(jax.config, "jax_remat3", False))
 X, W = (np.random.default_rng(rows).normal(size=(rows, 4)).astype("float32") for rows in (16, 4))
@@ -108,6 +109,7 @@ EVERYWHERE: dict[str, Check] = {
 FIRST_LANE: dict[str, Check] = {
     "eager": lambda wrap: step(wrap(layer))(*ONE),
     "save in a scan": lambda wrap: jax.jit(step(wrap(in_scan(layer))))(*ONE),
+    "callback": lambda wrap: called_back(wrap),
     "hessian": lambda wrap: jax.jit(jax.hessian(lambda w: squared(wrap(layer))(ONE[0], w)))(W),
 }
 EIGHT_DEVICES: dict[str, Check] = {
@@ -117,6 +119,26 @@ EIGHT_DEVICES: dict[str, Check] = {
     "tape with shardings": lambda wrap: taped_with_shardings(wrap(layer)),
     "tape in shard_map": lambda wrap: taped_in_shard_map(wrap(layer)),
 }
+
+
+def called_back(wrap: Any) -> Any:
+    """What the forward gives of a layer that calls back and does not save what it gets."""
+
+    def calls_back(x: Any, w: Any) -> Any:
+        return layer(x, w) * io_callback(lambda: calls.append(1) or np.float32(2), jax.ShapeDtypeStruct((), x.dtype))
+
+    calls: list[Any] = []
+    if wrap is remat:
+        try:
+            step(wrap(calls_back))(*ONE)
+        except MismatchError:
+            calls.clear()
+        else:
+            raise AssertionError("backward called back again")
+    value = jax.block_until_ready(jax.jit(wrap(calls_back))(*ONE))
+    jax.effects_barrier()
+    assert len(calls) == 1
+    return value
 
 
 def as_given(f: Any) -> Any:
