@@ -24,14 +24,14 @@ from jax.extend.core import ClosedJaxpr
 from roundpipe_core._errors import MismatchError, OptionError, message
 from roundpipe_core._phase import Phase, open_slot, thread
 from roundpipe_core._replay import TapedSlot
-from roundpipe_core._slots import Slot, label_of, where
+from roundpipe_core._slots import Slot, label_of
 from roundpipe_core._tape import Skeleton
 
 from . import _arguments
 from ._explain import note
 from ._identity import codes
 from ._inner import MarkedSlot, Marks, item, run_with
-from ._jax import is_about_forward_mode, is_float, is_remat3, is_tracer, replaced, trace_state
+from ._jax import is_about_effects, is_about_forward_mode, is_float, is_remat3, is_tracer, replaced, trace_state
 from ._keep import refuse_on_tape
 from ._offload import Offload, Offloading, check_memory, slot_flags
 from ._packing import Held, Split, Template, in_jax, split
@@ -253,9 +253,7 @@ class Call:
     @property
     def refusals(self) -> Refusals:
         """How this layer says what its mode cannot do."""
-        code = codes(self.fun)[0]
-        place = where((code.co_filename, code.co_firstlineno)) if code is not None else None
-        return Refusals(label_of(self.label), place)
+        return Refusals.of(self.fun, self.label)
 
     def result(self) -> Any:
         """What the layer returns."""
@@ -426,6 +424,7 @@ class Call:
         lane = found.made.get(key)
         if lane is None:
             options = {"forward": forward, "slots": slots, "barrier": self.barrier, "policy": policy, "away": away}
+            options["unfit"] = functools.partial(_calls_back, label_of(self.label))
             if self.options.mode == "custom_vjp":
                 lane = ResidualLane(program.pruned(), refusals=self.refusals, **options)
             else:
@@ -458,7 +457,12 @@ class Call:
             raise self._updates_inside()
         found: Forward = program.out[1].value
         led = self._led(program, found, journal, whole=outer is None)
-        results = self._checkpointed(program, found, led, self._policy_for_tags(found, outer))
+        try:
+            results = self._checkpointed(program, found, led, self._policy_for_tags(found, outer))
+        except NotImplementedError as error:
+            if not is_about_effects(error):
+                raise
+            raise _calls_back_inside(label_of(self.label)) from error
         if found.marked is not None and outer is None:
             names = sorted(found.names)
             count = len(results) - len(names)
@@ -647,6 +651,28 @@ def _named(function: Callable[..., Any], like: Any) -> Callable[..., Any]:
 def _saves_floats(template: Template, saved: Sequence[Any]) -> bool:
     """Whether one of the arrays that the layer saved may carry a tangent (R5)."""
     return any(is_float(array) and not sort.kept for array, sort in zip(saved, template.sorts, strict=True))
+
+
+def _calls_back(layer: str) -> MismatchError:
+    return MismatchError(
+        message(
+            f"layer {layer!r}: the recompute would run an io_callback again.",
+            [],
+            "save what it returns; call one that returns nothing only if not doing_recompute().",
+        )
+    )
+
+
+def _calls_back_inside(layer: str) -> MismatchError:
+    return MismatchError(
+        message(
+            f"layer {layer!r}: it saves inside a scan, cond, vmap, while or jitted function, and has an io_callback. "
+            "It can do one of the two: for the first it is one jax.checkpoint, which would run the callback again.",
+            [],
+            "wrap the function that saves in remat of its own, instead of the layer around it; or call back before "
+            "the layer, and pass in the result.",
+        )
+    )
 
 
 def _check_agreement(layer: str, outputs: Sequence[Any], shape: Split, again: Sequence[Any], other: Split) -> None:

@@ -21,10 +21,12 @@ __all__ = [
     "concrete_value",
     "default_platform",
     "fresh_var",
+    "is_about_effects",
     "is_about_forward_mode",
     "is_custom_vjp",
     "is_differentiated",
     "is_float",
+    "is_io",
     "is_numpy",
     "is_on_host",
     "is_remat3",
@@ -120,6 +122,11 @@ def is_numpy(value: Any) -> bool:
 def is_float(value: Any) -> bool:
     """Whether derivatives exist for `value`."""
     return bool(jnp.issubdtype(jax.typeof(value).dtype, jnp.inexact))
+
+
+def is_io(effect: Any) -> bool:
+    """Whether an effect is that of `io_callback`."""
+    return type(effect).__name__ in ("IOEffect", "OrderedIOEffect")
 
 
 def is_remat3() -> bool:
@@ -237,6 +244,11 @@ def is_custom_vjp(eqn: JaxprEqn) -> bool:
     """Whether an operation is a call of a function with a `custom_vjp` rule."""
     held: Any = eqn.params.get("_prim")  # under JAX_CUSTOM_VJP3
     return eqn.primitive.name.startswith("custom_vjp_call") or type(held).__name__.startswith("CustomVJP")
+
+
+def is_about_effects(error: Exception) -> bool:
+    """Whether JAX says that `jax.checkpoint` does not take a layer's effects."""
+    return str(error).startswith("Effects not supported")
 
 
 def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from roundpipe_core._errors import OptionError, message
+from roundpipe_core._slots import label_of, where
+
+from ._identity import codes
 
 __all__ = ["Refusals"]
 
@@ -17,6 +20,20 @@ class Refusals(NamedTuple):
     layer: str
     place: str | None
     """The file and line of the layer's code, if it has any."""
+
+    @classmethod
+    def of(cls, fun: Any, label: Any) -> Refusals:
+        """Those of the layer `fun`, called `label`."""
+        code = codes(fun)[0]
+        return cls(label_of(label), where((code.co_filename, code.co_firstlineno)) if code is not None else None)
+
+    def policy(self, policy: Any) -> OptionError:
+        """It was given a policy."""
+        return self._error(
+            "takes no policy: it keeps exactly the inputs and the slot.",
+            f"leave the policy out, or {_DEFAULT}.",
+            ("policy", repr(policy)),
+        )
 
     def forward_mode(self) -> OptionError:
         """Its derivative is to be computed forward."""

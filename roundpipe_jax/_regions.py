@@ -57,6 +57,7 @@ class _Lane:
 
     `program` is the recompute, from (its constants, slot, arguments) to the outputs. `forward` is the forward from
     (its constants, arguments), where what was saved may carry a tangent and that is not yet checked (R5).
+    `unfit` is the error of a program that may not run a second time.
     """
 
     def __init__(
@@ -67,11 +68,12 @@ class _Lane:
         slots: int,
         barrier: bool | tuple[bool, ...],
         policy: Any,
+        unfit: Callable[[], Exception],
         away: Away = _NOTHING_AWAY,
     ) -> None:
         self.program, self.forward, self.slots = program, forward, slots
         self.away = away
-        self.barrier, self.policy = barrier, policy
+        self.barrier, self.policy, self.unfit = barrier, policy, unfit
         self.jaxpr_consts = len(program.consts)
         self.opaque = calls_custom_vjp(program.jaxpr.jaxpr)  # then its tangents are good only for being transposed
         self._made: dict[tuple[bool, ...], Callable[..., Any]] = {}
@@ -98,6 +100,8 @@ class _Lane:
 
     def check(self, varying: Sequence[bool], inputs: _Arrays, forward_consts: _Arrays, more: Sequence[bool]) -> None:
         """Trace the tangent of the forward, so that the probes on saved values speak up (R5)."""
+        if self.program.calls_back and any(varying):
+            raise self.unfit()
         if self.forward is None:
             return
         forward, args = self.forward, inputs[self.jaxpr_consts :]
@@ -122,7 +126,8 @@ class CheckpointLane(_Lane):
     """`jax.checkpoint` fed by the slot."""
 
     def __call__(self, outputs: _Arrays, slot: _Arrays, inputs: _Arrays, forward_consts: _Arrays = ()) -> list[Any]:
-        if is_remat3() or (self.opaque and not all(map(is_differentiated, inputs))):
+        beside = is_remat3() or (self.opaque and not all(map(is_differentiated, inputs)))
+        if beside and not self.program.calls_back:  # otherwise it could only be refused
             return self._beside(outputs, slot, inputs, forward_consts)
         operation = jax.custom_jvp(lambda outputs, slot, inputs, consts: outputs)
         operation.defjvp(self._rule, symbolic_zeros=True)
@@ -201,6 +206,7 @@ class _WithRules(CheckpointLane):
             slots=lane.slots,
             barrier=lane.barrier,
             policy=lane.policy,
+            unfit=lane.unfit,
             away=lane.away,
         )
         self.opaque = False
@@ -235,9 +241,6 @@ class ResidualLane(_Lane):
         super().__init__(program, **options)
         self.refusals = refusals
 
-    def _recompute_from(self, slot: _Arrays, inputs: _Arrays) -> list[Any]:
-        return self.recompute(*self.away.back(slot, inputs))
-
     def alone(self, slot: _Arrays, inputs: _Arrays) -> list[Any]:
         return self(self.recompute(*stop_gradients((list(slot), list(inputs)))), slot, inputs)
 
@@ -245,7 +248,12 @@ class ResidualLane(_Lane):
         needed = [is_float(value) for value in outputs]
         captured = len(forward_consts)
         twice = CheckpointLane(
-            self.program, forward=self.forward, slots=self.slots, barrier=bool(self.barrier), policy=None
+            self.program,
+            forward=self.forward,
+            slots=self.slots,
+            barrier=bool(self.barrier),
+            policy=None,
+            unfit=self.unfit,
         )
 
         def forward(outputs: Any, slot: Any, inputs: Any, consts: Any) -> tuple[Any, Any]:

@@ -9,9 +9,10 @@ from typing import Any, TypeVar, overload
 from roundpipe_core._errors import OptionError, message
 
 from . import _arguments
-from ._calls import Call, Mode, Options, Verify
+from ._calls import Call, Mode, Options, Verify, labelled
 from ._identity import see_through
 from ._offload import Offload, offload_option
+from ._refusals import Refusals
 
 __all__ = ["Mode", "Verify", "checkpoint", "remat"]
 
@@ -124,20 +125,14 @@ def _checked(options: Options) -> Options:
             raise OptionError(
                 message(f"remat: {name}={value!r} does not exist.", [], f"choose one of {', '.join(map(repr, known))}.")
             )
-    if options.mode == "custom_vjp" and options.policy is not None:
-        raise OptionError(
-            message(
-                'remat: mode="custom_vjp" takes no policy: it keeps exactly the inputs and the slot.',
-                [("policy", repr(options.policy))],
-                'leave the policy out, or use mode="checkpoint".',
-            )
-        )
     return options
 
 
 def _wrapped(fun: Any, options: Options) -> Any:
     if not callable(fun):
         raise OptionError(message(f"remat takes a function, not {fun!r}.", [], "pass the layer itself."))
+    if options.mode == "custom_vjp" and options.policy is not None:
+        raise Refusals.of(fun, options.label or labelled(fun)).policy(options.policy)
 
     @_named_like(fun)
     def layer(*args: Any, **kwargs: Any) -> Any:

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters import partial_eval
 
 from ._identity import reach
-from ._jax import is_numpy
+from ._jax import is_io, is_numpy, replaced
 
 __all__ = ["Program", "hint", "hinted", "memory", "stage"]
 
@@ -36,14 +36,38 @@ class Program(NamedTuple):
 
     def pruned(self) -> Program:
         """Without what no output needs, such as a decision whose saved value is used instead."""
-        jaxpr = self.jaxpr.jaxpr
+        jaxpr = _without_idle_callbacks(self.jaxpr.jaxpr)
         kept, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
         return self._replace(jaxpr=ClosedJaxpr(kept, self.jaxpr.consts))
+
+    @property
+    def calls_back(self) -> bool:
+        """Whether an `io_callback` is in it."""
+        return any(map(is_io, self.jaxpr.effects))
 
     def run(self, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """Execute, or trace into another program."""
         results: list[Any] = jax.core.eval_jaxpr(self.jaxpr.jaxpr, consts, *args)
         return results
+
+
+def _without_idle_callbacks(jaxpr: Jaxpr) -> Jaxpr:
+    """The program without each `io_callback` that has results, none of which is used: a decision that was made before.
+
+    JAX keeps those for their effect.
+    """
+    if not any(map(is_io, jaxpr.effects)):
+        return jaxpr
+    used = set(map(id, jaxpr.outvars))
+    eqns: list[JaxprEqn] = []
+    for eqn in reversed(jaxpr.eqns):
+        idle = eqn.outvars and not any(id(var) in used for var in eqn.outvars)
+        if idle and all(map(is_io, eqn.effects)):
+            continue
+        used |= set(map(id, eqn.invars))
+        eqns.append(eqn)
+    left = {effect for effect in jaxpr.effects if not is_io(effect) or any(effect in eqn.effects for eqn in eqns)}
+    return replaced(jaxpr, eqns=eqns[::-1], effects=left)
 
 
 def stage(function: Callable[..., Any], args: Sequence[Any], jitted: Any = None) -> Program:

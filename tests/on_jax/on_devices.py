@@ -10,10 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import io_callback
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roundpipe_jax import (
+    MismatchError,
     Offload,
     OptionError,
     doing_recompute,
@@ -182,6 +184,7 @@ FIRST_LANE: dict[str, Check] = {
     "eager": lambda wrap: step(wrap(layer))(*ONE),
     "keep, twice": lambda wrap: twice(wrap(keeping)),
     "save in a scan": lambda wrap: jax.jit(step(wrap(in_scan(layer))))(*ONE),
+    "callback": lambda wrap: called_back(wrap),
     "hessian": lambda wrap: jax.jit(jax.hessian(lambda w: squared(wrap(layer))(ONE[0], w)))(W),
 }
 EIGHT_DEVICES: dict[str, Check] = {
@@ -201,6 +204,26 @@ EIGHT_DEVICES: dict[str, Check] = {
 def offloading(wrap: Wrap) -> Wrap:
     plan = Offload(min_bytes=0, kept=True, inputs=(0,))
     return wrap if wrap is as_given else lambda f: remat(f, offload=plan)
+
+
+def called_back(wrap: Any) -> Any:
+    """What the forward gives of a layer that calls back and does not save what it gets."""
+
+    def calls_back(x: Any, w: Any) -> Any:
+        return layer(x, w) * io_callback(lambda: calls.append(1) or np.float32(2), jax.ShapeDtypeStruct((), x.dtype))
+
+    calls: list[Any] = []
+    if wrap is remat:
+        try:
+            step(wrap(calls_back))(*ONE)
+        except MismatchError:
+            calls.clear()
+        else:
+            raise AssertionError("backward called back again")
+    value = jax.block_until_ready(jax.jit(wrap(calls_back))(*ONE))
+    jax.effects_barrier()
+    assert len(calls) == 1
+    return value
 
 
 def as_given(f: Any) -> Any:

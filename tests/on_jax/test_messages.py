@@ -190,14 +190,6 @@ OPTIONS = {
         lambda: remat(jnp.sin, prevent_cse="no")(X),
         ["remat: prevent_cse='no'.", "  way out: give True, False, None, or one of them per argument."],
     ),
-    "policy": (
-        lambda: remat(jnp.sin, mode="custom_vjp", policy=jax.checkpoint_policies.dots_saveable),
-        [
-            'remat: mode="custom_vjp" takes no policy: it keeps exactly the inputs and the slot.',
-            "  policy: DotsSaveable(only_if_no_batch_dims=False)",
-            '  way out: leave the policy out, or use mode="checkpoint".',
-        ],
-    ),
 }
 
 
@@ -205,6 +197,22 @@ OPTIONS = {
 def test_options_that_do_not_exist(what: str) -> None:
     run, expected = OPTIONS[what]
     assert raised(OptionError, run) == expected
+
+
+def test_a_policy_in_the_residual_lane() -> None:
+    def layer(x: Any) -> Any:
+        return jnp.sin(x)
+
+    place = f"test_messages.py:{layer.__code__.co_firstlineno}"
+    keep: Any = {"mode": "custom_vjp", "policy": jax.checkpoint_policies.dots_saveable}
+    for make in (lambda: remat(layer, **keep), lambda: remat(**keep)(layer)):
+        assert raised(OptionError, make) == [
+            f"layer 'test_a_policy_in_the_residual_lane.<locals>.layer ({place})': "
+            'mode="custom_vjp" takes no policy: it keeps exactly the inputs and the slot.',
+            f"  layer at: {place}",
+            "  policy: DotsSaveable(only_if_no_batch_dims=False)",
+            '  way out: leave the policy out, or use mode="checkpoint", the default.',
+        ]
 
 
 def test_a_layer_behind_a_transformation_is_called_after_the_users_function() -> None:
