@@ -119,6 +119,10 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.drew = False
 
     @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # what skips it imports it first, for seconds, and keeps the frames that it was called from
+
+    @classmethod
     def ignore_compile_internals(cls) -> bool:
         """What a compiled layer runs is seen too; other modes keep a layer from being run compiled."""
         return True
