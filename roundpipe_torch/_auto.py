@@ -29,7 +29,7 @@ from roundpipe_core._slots import Key, Place, where
 
 from ._decisions import Decisions, Kind, argument, built_in, is_composite, mutated, name_of, watcher
 from ._errors import decided_in_compiled_code, decided_under_a_transform, other_decision, other_shape, user_place
-from ._frames import is_told
+from ._frames import DECIDED, TorchRun, is_told
 from ._state import default_generators
 
 __all__ = ["watching"]
@@ -39,7 +39,6 @@ _include: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_
 _included: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
 _excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
 _BELOW = torch._C._dispatch_key_parse("ADInplaceOrView")  # excluded inside kernels: what those do is not the layer's
-_COUNT = ("auto",)  # among a run's counts: the decisions met so far, of which each save takes note
 
 
 def watching(function: Callable[..., Any], decisions: Decisions | None, outer: Run | None) -> Callable[..., Any]:
@@ -81,18 +80,24 @@ def _watch_of(run: Run) -> _Watch:
 class _Watch:
     """The decisions of one run."""
 
-    __slots__ = ("_met", "_number", "_reads", "_saved", "_skipped", "decisions", "run")
+    __slots__ = ("_met", "_saved", "decisions", "run")
 
     def __init__(self, run: Run, decisions: Decisions) -> None:
         self.run = run
         self.decisions = decisions
-        self._number = 0  # of the next decision
-        self._reads = 0
-        self._skipped = 0  # of those inside parts that this run leaves out, see `keep`
         self._met: set[Key] = set()
         self._saved: list[Key] | None = None
 
     # Which decision
+
+    @property
+    def _number(self) -> int:
+        """Of the next decision. The run counts them with all else, so that those are counted too that it leaves out."""
+        return self.run._counts.get(DECIDED, 0)
+
+    @_number.setter
+    def _number(self, number: int) -> None:
+        self.run._counts[DECIDED] = number
 
     def _decisions(self, run: Run) -> list[Key]:
         """Those of the forward, in its order."""
@@ -100,23 +105,10 @@ class _Watch:
             self._saved = [key for key in run.slot.entries if key[1] is not None and key[1].startswith(_PREFIX)]
         return self._saved
 
-    def _resume(self, run: Run) -> None:
-        """Go on from the last decision that the layer saved itself, where it was read: what precedes it is skipped."""
-        skipped = run._counts.get(_COUNT, 0)  # a run that repeats counts no others there
-        self._number += skipped - self._skipped
-        self._skipped = skipped
-        if len(run._seen) == self._reads:
-            return
-        self._reads = len(run._seen)
-        for key in run._seen - self._met:
-            self._number = max(self._number, run.slot.entries[key].counts.get(_COUNT, 0))
-        self._met |= run._seen
-
     def _find(self, run: Run, what: str, place: Place) -> Key | None:
         """The decision of the forward that stands for one met now; None for one of the recompute's own."""
-        self._resume(run)
         saved, at = self._decisions(run), self._number
-        if is_told(run):
+        if _asks(run):
             order = itertools.chain(range(at, len(saved)), range(at))
             fits = (n for n in order if saved[n] not in self._met and self._fits(run, saved[n], what, place))
             at = next(fits, -1)
@@ -141,9 +133,8 @@ class _Watch:
 
     def ended(self, run: Run) -> None:
         """A recompute is over; it must have met what the forward met."""
-        if is_told(run):
+        if _asks(run):
             return
-        self._resume(run)
         saved = self._decisions(run)
         if self._number < len(saved):
             raise other_decision(run.slot.label, self._number, _spoken(run, saved[self._number]), None)
@@ -170,7 +161,6 @@ class _Watch:
         if run.phase is Phase.RECOMPUTE:
             saved = run.fetch(key, place)
             self._met.add(key)
-            self._reads = len(run._seen)
             return give(saved)
         made = decide()
         run.flips += run.slot.entries[key].differences(run.slot.label, key, kept(made))
@@ -179,11 +169,15 @@ class _Watch:
     def _save(self, run: Run, what: str, data: Any, place: Place, draws: bool) -> None:
         name = f"{_PREFIX}{self._number} {what}"
         self._number += 1
-        run._counts[_COUNT] = self._number
         run.put((run.scope, name), data, place, draws)
 
 
 _PREFIX = "auto "
+
+
+def _asks(run: Run) -> bool:
+    """Whether the layer may leave out decisions, or make others: it asked for its phase, if only in a part it keeps."""
+    return is_told(run) or (isinstance(run, TorchRun) and run.asked)
 
 
 def _operation(key: Key) -> str:

@@ -5,7 +5,8 @@ it gets copies to change, with the values that the forward found. Where it leave
 the copies get the values that the forward had after that part, as random numbers do (R7).
 
 A layer that asks for its phase may leave out any part, and counts on finding what its forward left. There the copies
-have the values of now.
+have the values of now. Unless its recompute turns out to change one too: then no part was left out that did, and the
+recompute begins anew, with the values of then.
 
 A buffer is replaced for the time of the recompute, not written: others may have saved it for their backward.
 """
@@ -14,8 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
@@ -24,7 +25,9 @@ from ._errors import buffer_unknown
 from ._state import modules_of
 from ._views import version_of
 
-__all__ = ["Buffers", "Moved", "copies"]
+__all__ = ["Buffers", "Moved", "copies", "not_misled"]
+
+T = TypeVar("T")
 
 _SMALL = 1 << 16
 """Bytes up to which a buffer is copied before each forward and for each recompute: not every write can be seen."""
@@ -33,6 +36,9 @@ _changing: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[str, bool], boo
 """Of larger buffers: whether a forward has ever changed them, in training (True) and in evaluation (False)."""
 
 
+_repeating: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, bool]] = weakref.WeakKeyDictionary()
+"""Of buffers that a forward changed: whether a recompute of a layer that asks for its phase does so too."""
+
 Moved = tuple[torch.nn.Module, str, torch.Tensor]
 """A buffer and its values at some point of the forward."""
 
@@ -40,11 +46,12 @@ Moved = tuple[torch.nn.Module, str, torch.Tensor]
 class _Buffer:
     """One buffer, when the forward began."""
 
-    __slots__ = ("_noted", "before", "module", "name", "tensor", "version")
+    __slots__ = ("_noted", "before", "module", "name", "seen", "tensor", "version")
 
     def __init__(self, module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
         self.module, self.name, self.tensor = module, name, tensor
         self.version = 0
+        self.seen = False  # to have changed
         self._noted: tuple[int, int, torch.Tensor] | None = None  # the last value asked for, and what it was made of
         self.before: torch.Tensor | None = None
         if isinstance(module, _NormBase):
@@ -68,13 +75,15 @@ class _Buffer:
     def settle(self) -> bool:
         """Whether the forward changed it, as far as that can be seen."""
         if self.module._buffers.get(self.name) is not self.tensor:  # another tensor took its place
-            self.before = self.tensor
+            if version_of(self.tensor) == self.version:
+                self.before = self.tensor
+            self.seen = not isinstance(self.module, _NormBase)
             return True
         if isinstance(self.module, _NormBase):  # some update them behind the version counter
             return self.module.training
+        changed = self.seen = version_of(self.tensor) != self.version
         if self.tensor.nbytes <= _SMALL:
             return True
-        changed = version_of(self.tensor) != self.version
         known, what = _changing.setdefault(self.module, {}), (self.name, self.module.training)
         known[what] = changed or known.get(what, False)
         return changed
@@ -93,12 +102,13 @@ class _Buffer:
 class Buffers:
     """The buffers that a region's forward can reach; once it is over, those that it may have changed."""
 
-    __slots__ = ("_changed", "_swapped", "_watched")
+    __slots__ = ("_changed", "_swapped", "_watched", "misled")
 
     def __init__(self, watched: list[_Buffer]) -> None:
         self._watched = watched
         self._changed: list[_Buffer] = []
         self._swapped: set[tuple[int, str]] = set()
+        self.misled = False  # whether the last recompute began with values that it should not have had
 
     @classmethod
     def of(cls, function: Any, arguments: Iterable[Any]) -> Buffers | None:
@@ -118,29 +128,71 @@ class Buffers:
             if value is not None:
                 yield buffer.module, buffer.name, value
 
-    def set(self, moved: Iterable[Moved]) -> None:
-        """Give the copies these values."""
+    def set(self, moved: Iterable[Moved], told: bool) -> None:
+        """Give the copies these values, as far as they began with those of then."""
         for module, name, value in moved:
-            if (id(module), name) in self._swapped:
+            if (id(module), name) in self._swapped and _as_before(module, name, told):
                 module._buffers[name] = value.clone()
+
+    def new(self) -> bool:
+        """Whether a layer that asks for its phase has changed one of which it is not known what a recompute does."""
+        return any(buffer.seen and buffer.name not in _repeating.get(buffer.module, ()) for buffer in self._changed)
 
     @contextlib.contextmanager
     def copies(self, layer: str, told: bool) -> Iterator[None]:
         """Let the modules have copies. `told`: the layer knows its phase."""
+        with self._swap(layer, told) as put_in:
+            self.misled = False
+            try:
+                yield
+            except BaseException:
+                self._learn(put_in, told, whole=False)
+                raise
+            self._learn(put_in, told, whole=True)
+
+    @contextlib.contextmanager
+    def copies_of_now(self, layer: str) -> Iterator[None]:
+        """Let the modules have copies as they are now."""
+        with self._swap(layer, told=True):
+            yield
+
+    @contextlib.contextmanager
+    def _swap(self, layer: str, told: bool) -> Iterator[list[tuple[_Buffer, torch.Tensor, int]]]:
+        put_in: list[tuple[_Buffer, torch.Tensor, int]] = []
         put_back = []
+        # A layer that differentiates inside itself is recomputed before its forward is over.
+        changed = self._changed or [buffer for buffer in self._watched if buffer.settle()]
         try:
-            for buffer in self._changed:
+            for buffer in changed:
                 if buffer.name in buffer.module._buffers:
                     now = buffer.module._buffers[buffer.name]
-                    copy = buffer.copy(layer, not told)
+                    copy = buffer.copy(layer, _as_before(buffer.module, buffer.name, told))
+                    put_in.append((buffer, copy, version_of(copy)))
                     put_back.append((buffer, now))
                     buffer.module._buffers[buffer.name] = copy
             self._swapped = {(id(buffer.module), buffer.name) for buffer, _ in put_back}
-            yield
+            yield put_in
         finally:
             self._swapped = set()
             for buffer, now in put_back:
                 buffer.module._buffers[buffer.name] = now
+
+    def _learn(self, put_in: list[tuple[_Buffer, torch.Tensor, int]], told: bool, whole: bool) -> None:
+        """Note which buffers a recompute has changed, a `whole` one or the begin of one."""
+        for buffer, copy, version in put_in if told else ():
+            known = _repeating.setdefault(buffer.module, {})
+            if not buffer.seen or known.get(buffer.name):
+                continue
+            changes = buffer.module._buffers.get(buffer.name) is not copy or version_of(copy) != version
+            if changes:
+                self.misled = True  # it began with the value of now
+            if changes or whole:
+                known[buffer.name] = changes
+
+
+def _as_before(module: torch.nn.Module, name: str, told: bool) -> bool:
+    """Whether a recompute changes this buffer as its forward did, so that it has to begin with the value of then."""
+    return not told or _repeating.get(module, {}).get(name, False)
 
 
 _NO_CONTEXT = contextlib.nullcontext()
@@ -149,6 +201,19 @@ _NO_CONTEXT = contextlib.nullcontext()
 def copies(buffers: Buffers | None, layer: str, told: bool) -> contextlib.AbstractContextManager[None]:
     """`buffers.copies`, if there are any."""
     return _NO_CONTEXT if buffers is None else buffers.copies(layer, told)
+
+
+def not_misled(buffers: Buffers | None, recompute: Callable[[], T]) -> T:
+    """`recompute()`, a second time if it was for the first that a buffer was seen to change."""
+    try:
+        result = recompute()
+    except Exception:
+        if buffers is None or not buffers.misled:
+            raise
+    else:
+        if buffers is None or not buffers.misled:
+            return result
+    return recompute()
 
 
 def _found(function: Any, arguments: Iterable[Any]) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:

@@ -21,11 +21,11 @@ from roundpipe_core import RoundPipeError
 from roundpipe_core._backend import backend_of, expand
 from roundpipe_core._phase import Phase, Run, thread
 from roundpipe_core._replay import TapedSlot
-from roundpipe_core._slots import Entry, Place, Slot
+from roundpipe_core._slots import NOTHING, Entry, Key, Place, Slot
 from roundpipe_core._trees import flatten
 
 from ._backend import adopted
-from ._buffers import Buffers, Moved, copies
+from ._buffers import Buffers, Moved, copies, not_misled
 from ._decisions import Decisions
 from ._errors import (
     context_swallowed,
@@ -47,13 +47,15 @@ from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replay
 from ._usage import held
 from ._verify import Audit
 
-__all__ = ["Frame", "Options", "TorchRun", "is_told"]
+__all__ = ["DECIDED", "Frame", "Options", "TorchRun", "is_told"]
 
 
 _NO_CONTEXT = contextlib.nullcontext()
 _TENSORS = backend_of(torch.empty(0))
 _DEFAULT_PLAN = Offload()
 _NOTHING = object()
+DECIDED = ("auto", None)
+"""Among what a run counts: decisions of `auto`. No scope or region is counted under such a key."""
 
 
 class Options(NamedTuple):
@@ -85,8 +87,8 @@ class TorchRun(Run):
     """A run whose saved tensors are traced and whose random numbers line up."""
 
     __slots__ = (
-        "__weakref__", "_aligned", "_drew", "_outer", "buffers", "generators", "keeping", "knowing", "own_graph",
-        "parcel", "plan", "trace", "watching",
+        "__weakref__", "_aligned", "_drew", "_outer", "asked", "buffers", "generators", "keeping", "knowing",
+        "own_graph", "parcel", "plan", "trace", "watching",
     )  # fmt: skip
 
     def __init__(
@@ -106,6 +108,7 @@ class TorchRun(Run):
         self.buffers: Buffers | None = None  # of its own region
         self.parcel: Parcel | None = None  # what it has in host memory, once there is something
         self.keeping = False  # inside a function that the recompute leaves out
+        self.asked = False  # for its phase, in there
         self.trace = trace
         self.generators = generators
         self._aligned: list[torch.Tensor] = []
@@ -117,6 +120,7 @@ class TorchRun(Run):
 
     def told(self) -> None:
         if self.keeping:  # what is learned in there the recompute does not ask
+            self.asked = True
             return
         if self.trace is not None:
             self.trace.told()
@@ -181,10 +185,16 @@ class TorchRun(Run):
             self.draw_from(state)
             return
         self.draw_from(state.numbers)
-        if state.buffers and not self.knowing:
-            for run in self._around():
-                if run.buffers is not None:
-                    run.buffers.set(state.buffers)
+        for run in self._around() if state.buffers else ():
+            if run.buffers is not None:
+                run.buffers.set(state.buffers, self.knowing)
+
+    def _read(self, key: Key, place: Place, data: Any = NOTHING) -> Any:
+        value = super()._read(key, place, data)
+        before = self.slot.read(key, place).counts.get(DECIDED, 0)
+        if before > self._counts.get(DECIDED, 0):  # what precedes the save is skipped
+            self._counts[DECIDED] = before
+        return value
 
     def draw_from(self, numbers: list[torch.Tensor] | None) -> None:
         """Let the generators go on from these states."""
@@ -369,8 +379,11 @@ class Frame:
             recompute = _Recompute(self, asked)
             return recompute, recompute.run(watch)
 
+        def led(watch: DrawWatch | None) -> tuple[_Recompute, bool]:
+            return not_misled(self._buffers, lambda: attempt(watch))
+
         self._arrived, self._vain = torch._C._current_graph_task_id(), None
-        recompute, drew = replayed(attempt, self._crowded)
+        recompute, drew = replayed(led, self._crowded)
         if self.talks and (lacking := self.lacking()):
             self._vain = lacking, recompute.trace
         if drew:
@@ -426,14 +439,22 @@ class Frame:
         return self._needed if self.returned else self.trace.alive()
 
     def _audit(self, args: list[Any], kwargs: dict[str, Any]) -> Audit | None:
-        if self._verified:
+        if self._verified or not self.returned:  # inside the forward there is not yet all to compare with
             return None
         self._verified = True
         run = TorchRun(Phase.AUDIT, self.slot, None, None)
-        with copies(self._buffers, self.slot.label, told=True):  # as a plain recompute would find them
+        found = _NO_CONTEXT if self._buffers is None else self._buffers.copies_of_now(self.slot.label)
+        with found:  # as a plain recompute would find them
             return Audit(self._function, args, kwargs, run, self._generators)
 
+    def learns(self) -> bool:
+        """Whether the recompute has to be whole, to see what it changes."""
+        return self.trace.told_at >= 0 and self._buffers is not None and self._buffers.new()
+
     def _audited(self, audit: Audit, outputs: Any) -> None:
+        if self._buffers is not None and self._buffers.misled:
+            self._verified = False  # there will be another recompute
+            return
         before, self._outputs = self._outputs, None
         audit.report(before, outputs, self._options.verify)
 
@@ -463,7 +484,7 @@ class _Recompute:
         self.trace = Trace(frame._options.debug, frame._located)
         self.done = False
         self._stop_segment = self._stop_offset = -1
-        if frame.stop_at >= 0:
+        if frame.stop_at >= 0 and not frame.learns():
             self._stop_segment, self._stop_offset = frame.trace.position(frame.stop_at)
 
     def run(self, watch: DrawWatch | None) -> bool:
@@ -478,11 +499,11 @@ class _Recompute:
         args, kwargs = frame.inputs()
         kept = generators.now() if generators else []
         visit = Visit(generators)
-        self.trace.restart()
         run = TorchRun(Phase.RECOMPUTE, frame.slot, self.trace, generators)
         try:
             with torch.enable_grad(), frame._ambient.restored():
                 audit = frame._audit(args, kwargs)
+                self.trace.restart()
                 run.draw_from(generators.start if generators else None)
                 run.observe(frame._buffers)
                 run.knowing = frame.trace.told_at >= 0

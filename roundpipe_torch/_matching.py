@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ._errors import user_line
+from ._errors import is_ours, user_line
 
 node_count: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """Autograd nodes that this thread has made."""
@@ -192,7 +192,8 @@ def _line() -> int:
     while frame is not None and frame.f_code not in region_codes:
         code = frame.f_code
         _, positions = _positions.get(id(code)) or _note_positions(code)
-        name = hash((name, id(code), positions[frame.f_lasti >> 1]))
+        if positions:
+            name = hash((name, id(code), positions[frame.f_lasti >> 1]))
         frame = frame.f_back
     return name
 
@@ -201,8 +202,11 @@ _positions: dict[int, tuple[CodeType, list[Any]]] = {}
 
 
 def _note_positions(code: CodeType) -> tuple[CodeType, list[Any]]:
-    """Where each instruction stands in the source. Its offset will not do: the interpreter moves it as it adapts."""
-    noted = _positions[id(code)] = code, list(code.co_positions())
+    """Where each instruction stands in the source. Its offset will not do: the interpreter moves it as it adapts.
+
+    Nothing for code of ours, which takes other ways to the same operation in a recompute.
+    """
+    noted = _positions[id(code)] = code, [] if is_ours(code.co_filename) else list(code.co_positions())
     return noted
 
 

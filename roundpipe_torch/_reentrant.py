@@ -22,7 +22,7 @@ from roundpipe_core._phase import Phase, thread
 from roundpipe_core._slots import Slot
 from roundpipe_core._trees import Spec, flatten, unflatten
 
-from ._buffers import Buffers, copies
+from ._buffers import Buffers, copies, not_misled
 from ._errors import (
     drawn_in_a_crowd,
     drawn_in_another_layout,
@@ -130,10 +130,13 @@ class _Region:
         """The leaves of the outputs of a recompute."""
         if step_is_over(modules_of(self.function, self.leaves)):
             raise sharded_inside(self.slot.label)
-        leaves, drew = replayed(partial(self._replay, tensors), self.crowded)
+        leaves, drew = replayed(partial(self._led, tensors), self.crowded)
         if drew:
             raise drawn_in_a_crowd(self.slot.label)
         return leaves
+
+    def _led(self, tensors: tuple[torch.Tensor, ...], watch: DrawWatch | None) -> tuple[list[Any], bool]:
+        return not_misled(self.buffers, lambda: self._replay(tensors, watch))
 
     def _replay(self, tensors: tuple[torch.Tensor, ...], watch: DrawWatch | None) -> tuple[list[Any], bool]:
         generators, trace = self.generators, Trace(False, self.located)
@@ -236,7 +239,7 @@ def _drop(region: _Region, tensor: torch.Tensor) -> Slot:
 def _note(slot: Slot, trace: Trace, tensor: torch.Tensor) -> tuple[Slot, torch.Tensor, int]:
     if trace.told_at >= 0:
         trace.add(trace, tensor)
-    return slot, tensor, tensor._version
+    return slot, tensor.detach(), tensor._version  # a node that holds its own output would never die
 
 
 def _unnote(noted: tuple[Slot, torch.Tensor, int]) -> torch.Tensor:

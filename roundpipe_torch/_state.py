@@ -119,6 +119,10 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.drew = False
 
     @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # what skips it imports it first, for seconds, and keeps the frames that it was called from
+
+    @classmethod
     def ignore_compile_internals(cls) -> bool:
         """What a compiled layer runs is seen too; other modes keep a layer from being run compiled."""
         return True
@@ -192,8 +196,8 @@ _MOST_SEARCHED = 256
 def modules_of(function: Any, leaves: Iterable[Any]) -> Iterator[torch.nn.Module]:
     """The modules that a call can reach.
 
-    They are itself, its bound object, its partial, its closure, modules among the globals that it names, its arguments,
-    and what of these is in a list, tuple or dict.
+    They are itself, its bound object, its partial, its closure, modules among the globals that it names and what
+    functions among these can reach, its arguments, and what of these is in a list, tuple or dict.
     """
     waiting, seen = [function, *leaves], set()
     while waiting:
@@ -208,15 +212,24 @@ def modules_of(function: Any, leaves: Iterable[Any]) -> Iterator[torch.nn.Module
         elif isinstance(found, types.MethodType):
             waiting += [found.__self__, found.__func__]
         elif isinstance(found, types.FunctionType):
+            waiting.append(found.__dict__.get("__wrapped__"))
             for cell in found.__closure__ or ():
                 with contextlib.suppress(ValueError):  # a cell that is not filled yet
                     waiting.append(cell.cell_contents)
             for name in found.__code__.co_names:
                 value = found.__globals__.get(name)
-                if isinstance(value, torch.nn.Module):
+                if isinstance(value, torch.nn.Module) or _is_beside(found, value):
                     waiting.append(value)
         elif isinstance(found, (list, tuple, dict)) and len(found) <= _MOST_SEARCHED:
             waiting += found.values() if isinstance(found, dict) else found
+
+
+def _is_beside(function: types.FunctionType, value: Any) -> bool:
+    """Whether `value` is a function of the same file."""
+    if not isinstance(value, types.FunctionType):
+        return False
+    original = value.__dict__.get("__wrapped__", value)  # of a decorated or compiled one
+    return isinstance(original, types.FunctionType) and original.__globals__ is function.__globals__
 
 
 _Setting = tuple[Callable[[], Any], Callable[[Any], Any]]

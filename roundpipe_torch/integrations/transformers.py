@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -11,6 +12,8 @@ import torch
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from roundpipe_core._phase import thread
+from roundpipe_core._replay import TapeRun
 from roundpipe_core._slots import label_of
 from roundpipe_torch._checkpoint import checkpoint as our_checkpoint
 from roundpipe_torch._errors import wrong_option
@@ -196,6 +199,24 @@ def _install() -> None:
             _take_over(self, options)
 
     PreTrainedModel._set_gradient_checkpointing = set_gradient_checkpointing  # type: ignore[method-assign]
+    _let_tapes_see_layers()
+
+
+def _let_tapes_see_layers() -> None:
+    """Let layers be regions in evaluation and without gradient too, where a tape is recorded or replayed (R13)."""
+    layers: Any = importlib.import_module("transformers.modeling_layers").GradientCheckpointingLayer
+    original = layers.__call__
+
+    @functools.wraps(original)
+    def call_layer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if thread.run is None or not isinstance(thread.run, TapeRun) or (self.training and torch.is_grad_enabled()):
+            return original(self, *args, **kwargs)
+        region = self.__dict__.get("_gradient_checkpointing_func")
+        if not isinstance(region, LayerCheckpoint) or not self.gradient_checkpointing:
+            return original(self, *args, **kwargs)
+        return region(functools.partial(original, self, **kwargs), *args)
+
+    layers.__call__ = call_layer
 
 
 run_uncompiled(__name__.partition(".")[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import weakref
 
@@ -512,3 +513,29 @@ def test_scripted_modules_run() -> None:
         return y, x.grad
 
     same(scenario(reentrant), scenario(plain))  # whose optimizer changes the graph between runs
+
+
+_counted = Moving()
+
+
+def _move(x):
+    return _counted(x)
+
+
+def test_modules_that_a_function_of_the_file_uses() -> None:
+    """The function that is checkpointed calls another one, wrapped by a third."""
+
+    @functools.wraps(_move)
+    def wrapped(x):
+        return _move(x)
+
+    def scenario(way, function):
+        _counted.load_state_dict({**Moving().state_dict(), "sum": torch.zeros(D)}, strict=False)
+        x = leaf(T, D)
+        y = way(lambda x: function(x), x)
+        y.sum().backward()
+        return y, x.grad, _counted.calls.clone(), _counted.average.clone()
+
+    for function in (_move, wrapped):
+        same(scenario(checkpoint, function), scenario(plain, function))
+        same(scenario(reentrant, function), scenario(plain, function))

@@ -5,6 +5,7 @@ The oracle is the same model or training run without checkpointing, under the sa
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import pickle
@@ -12,7 +13,7 @@ import pickle
 import pytest
 import torch
 
-from roundpipe_torch import OptionError, VerifyWarning, checkpoint, remat, save_for_recompute
+from roundpipe_torch import OptionError, VerifyWarning, checkpoint, record, remat, replay, save_for_recompute
 from tests.on_torch.hugging import Operations, model_of, shaky, step, tokens
 from tests.on_torch.oracle import same
 
@@ -377,3 +378,23 @@ def stock_losses(model, tmp_path, steps):
         return losses(model, tmp_path, steps, gradient_checkpointing=True)
     except torch.utils.checkpoint.CheckpointError as error:
         return error
+
+
+def test_a_tape_of_an_evaluation_trains(mixtral):  # R13
+    """Layers are regions for a tape in evaluation too, where transformers checkpoints nothing."""
+    model, ids = enable(mixtral).eval(), tokens()
+    with record() as tape, torch.no_grad():
+        model(ids)
+    names = sorted({entry.layer for entry in tape.entries()})
+    assert names == [f"model.layers.{n} (MixtralDecoderLayer)" for n in range(model.config.num_hidden_layers)]
+
+    def gradients(training, around):
+        model.zero_grad()
+        with around, shaky(seed=1) if isinstance(around, replay) else contextlib.nullcontext():
+            loss = model.train(training)(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    want = gradients(False, contextlib.nullcontext())
+    for training in (False, True):
+        same(gradients(training, replay(tape)), want, within=1e-5)
