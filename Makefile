@@ -1,5 +1,5 @@
 # make test    lint, types, import contract, the whole suite
-# make demo    train a small MoE language model with and without checkpointing, report in build/demo
+# make demo    train a small MoE language model with and without checkpointing, and JAX beside torch; report in build/demo
 # make bench   the measurements behind the figures in the docs
 # make fuzz    the random programs alone, FUZZ=20 times as many as in the suite
 # make docs    the documentation as a site, in build/site

@@ -127,6 +127,8 @@ def _map(axes: Axes, found: Results) -> None:
     axes.imshow(grid, aspect="auto", interpolation="nearest", cmap="Reds", vmin=0, vmax=1)
     axes.set_yticks(range(len(grid)), [f"layer {n}: {len(its)}" for n, its in enumerate(decides.flipped_last)])
     axes.grid(visible=False)
+    for edge in range(1, len(grid)):
+        axes.axhline(edge - 0.5, color="white", linewidth=3)
     axes.set(xlabel="token")
 
 

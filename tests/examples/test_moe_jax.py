@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import math
 import re
@@ -11,25 +10,16 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from roundpipe_core import Tape
+from tests.examples.scripts import EXAMPLES, imported
+
 SMALL = ["--layers", "2", "--dim", "32", "--heads", "2", "--experts", "8", "--batch", "4", "--length", "48"]
 SMALL += ["--dropout", "0", "--steps", "8", "--jax-steps", "6", "--ways", "jax,ours"]
-
-
-def imported(name: str) -> ModuleType:
-    """A module of the examples, found as Python finds it for the script: in the script's own folder."""
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(EXAMPLES))
-
 
 for needed in ("jax", "torch", "matplotlib", "rich", "tqdm"):
     pytest.importorskip(needed)
@@ -42,11 +32,13 @@ in_torch = imported("_moe_training")
 results = imported("_moe_results")
 settings = imported("_moe_settings")
 weights = imported("_moe_weights")
+side_by_side = imported("_moe_side_by_side")
 for late in ("_moe_torch_results", "_moe_jax_results"):  # imported by the script when it needs them
     imported(late)
 
 pytestmark = pytest.mark.timeout(300)  # the compiler's work is 20 seconds of a core, shared with other tests
 QUICKLY = {"xla_backend_optimization_level": 0}
+ROUNDING = 1e-5  # float32 has 2**-24, 6e-8; sums of hundreds of products, and losses of 3 to 6
 TINY = weights.Sizes(layers=1, D=16, E=4, K=2, L=12, V=32, heads=2, dropout=0.0)
 
 
@@ -74,6 +66,8 @@ def test_a_small_run_in_both_frameworks(
         assert report["jax"]["probe_is_harmless"] is True
     with subtests.test("both frameworks compute the same loss"):
         both_compute_the_same_loss(report)
+    with subtests.test("side by side, the tapes keep them together"):
+        the_tapes_keep_them_together(tmp_path, report["side"])
     with subtests.test("the page has a section for each framework"):
         the_page_has_a_section_for_each_framework(tmp_path, report)
 
@@ -106,26 +100,41 @@ def all_ways_start_alike_and_learn(ways: dict[str, dict[str, Any]]) -> None:
 
 def both_compute_the_same_loss(report: dict[str, Any]) -> None:
     one, two = report["ways"][0]["losses"], report["jax"]["ways"][0]["losses"]
-    compared = report["frameworks_compared"]
 
     # bfloat16 has 8 bits; that a logit is off by 2**-8 of its size moves a loss of 5.7 by less than 0.02.
     assert one[0] == pytest.approx(two[0], abs=0.02)
-    assert compared["start_losses"][0] == pytest.approx(compared["start_losses"][1], abs=0.02)
-    assert compared["steps"] == 6
-    assert compared["loss_difference"] == pytest.approx(np.abs(np.subtract(one[:6], two)).mean())
-    assert compared["loss_difference"] < 0.05
+    assert np.abs(np.subtract(one[:6], two)).mean() < 0.05
+
+
+def the_tapes_keep_them_together(folder: Path, side: dict[str, Any]) -> None:
+    decides, replays = side["ways"]
+    assert (decides["name"], replays["name"]) == ("decides", "replays")
+    assert len(side["losses"]) == 8
+    assert replays["flipped"] == [[0, 0]] * 8
+    assert max(replays["loss_differences"]) < ROUNDING
+    assert max(replays["gradient_distances"]) < ROUNDING * 10
+    assert max(replays["weight_distances"]) < ROUNDING
+    one, two = (Tape.load(folder / name).to_routing(item="[0]") for name in ("torch.tape", "jax.tape"))
+    assert decides["flipped"][-1] == (one != two).any(-1).sum(0).tolist()
 
 
 def the_page_has_a_section_for_each_framework(folder: Path, report: dict[str, Any]) -> None:
     page = (folder / "report.html").read_text(encoding="utf-8")
 
-    assert re.findall(r"<h2>(.*?)</h2>", page) == ["PyTorch", "JAX", "How it was measured"]
+    assert re.findall(r"<h2>(.*?)</h2>", page) == [
+        "PyTorch",
+        "JAX",
+        "PyTorch and JAX, side by side",
+        "How it was measured",
+    ]
     assert "jax.checkpoint" in page
     assert f"jax {jax.__version__}" in page
     assert page.count("data:image/png;base64,") == len(list(folder.glob("*.png")))
     assert {path.stem for path in folder.glob("jax_*.png")} == {"jax_loss", "jax_flips", "jax_gradient"}
+    assert {path.stem for path in folder.glob("side_*.png")} >= {"side_loss", "side_distances", "side_flips"}
     assert report["ours_followed_the_oracle"] is True
     assert report["ours_kept_the_routing_in_jax"] is True
+    assert report["jax_followed_the_tapes"] is True
 
 
 # Parts
@@ -152,6 +161,34 @@ def test_without_rounding_both_frameworks_have_the_same_gradient() -> None:
         np.testing.assert_allclose(gradient[name], parameter.grad, rtol=1e-3, atol=1e-6, err_msg=name)
     moved = model.moved(TINY, biases[0], plans[0])
     np.testing.assert_allclose(moved, ours.routers[0].bias_E, rtol=1e-6)
+
+
+def test_beside_torch_a_tie_parts_them_unless_the_tape_is_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two experts of the same score, and the frameworks take another one of them."""
+
+    def tied(sizes: Any, seed: int) -> dict[str, np.ndarray]:
+        arrays = weights.initial_weights(sizes, seed)
+        gate_DE = arrays["blocks.0.moe.gate_DE"]
+        gate_DE[:, 1] = gate_DE[:, 0]
+        return arrays
+
+    monkeypatch.setattr(in_jax, "COMPILER", QUICKLY)
+    monkeypatch.setattr(in_torch, "initial_weights", tied)
+    together = side_by_side.SideTraining(TINY, settings.Settings(3, 1e-2, "float32", 0), tmp_path)
+    for seed in range(3):
+        together.step(np.random.default_rng(seed).integers(0, TINY.V, (2, TINY.L + 1)))
+    decides, replays = together.results().ways
+
+    assert decides.departs() == 1
+    assert max(decides.loss_differences) > 1000 * ROUNDING
+    assert decides.weight_distances[-1] > 1000 * ROUNDING
+    assert [len(its) for its in decides.flipped_last] == decides.flipped[-1]
+    assert replays.departs() is None
+    assert max(replays.loss_differences) < ROUNDING
+    assert max(replays.gradient_distances) < ROUNDING
+    assert replays.weight_distances[-1] < ROUNDING
 
 
 def test_the_optimizer_is_torchs() -> None:
@@ -191,11 +228,20 @@ def way(name: str, **facts: Any) -> Any:
 @pytest.mark.parametrize("wrong", [{"flipped": [[1]], "flipped_tokens": 1.0}, {"pinned_error": 1e-9}])
 def test_a_flip_or_a_deviation_of_ours_fails_the_run(wrong: dict[str, Any]) -> None:
     def passed(ours: Any) -> bool:
-        found = results.JaxResults([way("none"), ours], 5.0, None, 1.0, 1.0, 1)
-        return results.Results([], None, found, {}, {}, {}, 1, 1).passed()
+        found = results.JaxResults([way("none"), ours], None, 1.0, 1.0, 1)
+        return results.Results([], found, None, {}, {}, {}, 1, 1).passed()
 
     assert passed(way("ours"))
     assert not passed(way("ours", **wrong))
+
+
+def test_a_replayed_run_that_routes_otherwise_fails_the_run() -> None:
+    def passed(*flipped: list[int]) -> bool:
+        ways = [results.SideWay("decides", flipped=[[5]]), results.SideWay("replays", flipped=list(flipped))]
+        return results.Results([], None, results.SideBySide([5.0], ways, 1), {}, {}, {}, 1, 1).passed()
+
+    assert passed([0, 0], [0, 0])
+    assert not passed([0, 0], [0, 1])
 
 
 @pytest.mark.parametrize(
