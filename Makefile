@@ -1,6 +1,7 @@
 # make test    lint, types, import contract, the whole suite
 # make demo    train a small MoE language model with and without checkpointing, report in build/demo
 # make bench   the measurements behind the figures in the docs
+# make fuzz    the random programs alone, FUZZ=20 times as many as in the suite
 # make docs    the documentation as a site, in build/site
 # make clean   remove .venv, build and caches
 #
@@ -17,7 +18,7 @@ BENCH_READY := .venv/.bench-ready
 # and sums are added in the same order on every machine.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: test lint types imports pytest demo bench docs clean
+.PHONY: test lint types imports pytest fuzz demo bench docs clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -49,6 +50,11 @@ imports: $(READY)
 
 pytest: $(READY)
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n 2
+
+FUZZ ?= 20
+fuzz: $(READY)
+	FUZZ=$(FUZZ) $(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 tests/on_torch/test_random_programs.py \
+		tests/on_torch/test_auto_random.py tests/on_jax/test_cases_random.py
 
 demo: $(READY)
 	$(BIN)/python examples/moe_lm.py --out build/demo

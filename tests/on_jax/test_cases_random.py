@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 
 from roundpipe_jax import layer_scope, save_for_recompute
+from tests.fuzz import TIMES, seeds
 from tests.on_jax.oracle import LANES, STYLES, Router, W, Wrap, X, bare, decided_once, gradient, in_lane
 
 INNER = ("scan", "cond", "jit", "vmap")
@@ -152,12 +153,12 @@ def loops(seed: int) -> bool:
     return count(Writer(seed).program(), INNER) > 0
 
 
-SEEDS = [seed for seed in range(400) if worthwhile(seed)]
+SEEDS = [seed for seed in seeds(400) if worthwhile(seed)]
 FLAT = [seed for seed in SEEDS if not loops(seed)]
 LOOPS = [seed for seed in SEEDS if loops(seed)]
 
 
-@pytest.mark.parametrize("seed", FLAT[:4])
+@pytest.mark.parametrize("seed", FLAT[: 4 * TIMES])
 def test_regions_and_scopes(seed: int) -> None:
     lane = LANES[seed % 2]
     check(seed, "jit", lane)
@@ -165,11 +166,11 @@ def test_regions_and_scopes(seed: int) -> None:
     check(seed, form, "checkpoint" if form == "forward" else lane)
 
 
-@pytest.mark.parametrize("seed", LOOPS[:6])
+@pytest.mark.parametrize("seed", LOOPS[: 6 * TIMES])
 def test_loops_branches_and_jitted_functions(seed: int) -> None:
     check(seed, [*FORMS][seed % len(FORMS)], "checkpoint")
 
 
-@pytest.mark.parametrize("seed", LOOPS[:4])
+@pytest.mark.parametrize("seed", LOOPS[: 4 * TIMES])
 def test_the_first_call_on_values(seed: int) -> None:  # R8
     check(seed, "eager", "checkpoint")

@@ -15,6 +15,7 @@ from roundpipe_torch import (
     remat,
     save_for_recompute,
 )
+from tests.fuzz import seeds
 from tests.on_torch.oracle import same
 from tests.on_torch.test_auto import LAYERS, ROWS, WIDTH, Shaky, ties, weights
 
@@ -99,7 +100,7 @@ def gradients(steps, region, twice):
     return [torch.zeros_like(t) if t.grad is None else t.grad for t in (x, w)]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_random_programs(seed):
     rng = random.Random(seed)
     wrong = 0

@@ -25,6 +25,7 @@ from roundpipe_torch import (
     remat,
     save_for_recompute,
 )
+from tests.fuzz import seeds
 
 D = 4
 UNARY = [torch.tanh, torch.exp, torch.sin, torch.sigmoid, lambda t: t * t, lambda t: t.softmax(-1), lambda t: t.t() * 2]
@@ -162,7 +163,7 @@ def gradients(steps: list, seed: int, regions: bool, how: str):
     return found, machine.decisions
 
 
-@pytest.mark.parametrize("block", range(12))
+@pytest.mark.parametrize("block", seeds(12))
 def test_random_programs(block: int) -> None:
     refused = 0
     for seed in range(block * 25, block * 25 + 25):
