@@ -212,13 +212,14 @@ def modules_of(function: Any, leaves: Iterable[Any]) -> Iterator[torch.nn.Module
         elif isinstance(found, types.MethodType):
             waiting += [found.__self__, found.__func__]
         elif isinstance(found, types.FunctionType):
-            waiting.append(found.__dict__.get("__wrapped__"))
+            if found.__dict__:
+                waiting.append(found.__dict__.get("__wrapped__"))
             for cell in found.__closure__ or ():
                 with contextlib.suppress(ValueError):  # a cell that is not filled yet
                     waiting.append(cell.cell_contents)
             for name in found.__code__.co_names:
                 value = found.__globals__.get(name)
-                if isinstance(value, torch.nn.Module) or _is_beside(found, value):
+                if value is not None and (isinstance(value, torch.nn.Module) or _is_beside(found, value)):
                     waiting.append(value)
         elif isinstance(found, (list, tuple, dict)) and len(found) <= _MOST_SEARCHED:
             waiting += found.values() if isinstance(found, dict) else found

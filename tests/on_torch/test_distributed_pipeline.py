@@ -121,6 +121,8 @@ def pipeline(rank, name, kind, nested):
 @pytest.mark.parametrize("nested", [False, True], ids=["layers", "stages and layers"])
 @pytest.mark.parametrize("kind", SINGLE + MULTI)
 def test_pipeline(ranks, kind, nested):
+    if kind in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") and torch.__version__ < "2.12":
+        pytest.skip("this torch sends from a rank to itself, which gloo cannot")
     ranks.run(pipeline, "checkpoint", kind, nested)
 
 

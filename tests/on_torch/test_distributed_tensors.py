@@ -144,6 +144,8 @@ def tensor_parallel(rank, name, sequence, nested):
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
 @pytest.mark.parametrize("name", WAYS)
 def test_tensor_parallel(ranks, name, sequence, nested):
+    if sequence and torch.__version__ < "2.12":
+        pytest.skip("this torch has no linear layer of a sequence that is spread, checkpointed or not")
     ranks.run(tensor_parallel, name, sequence, nested)
 
 
