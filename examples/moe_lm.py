@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         found = train(text, options)
     except KeyboardInterrupt:
-        print("\nStopped. Nothing was written.", file=sys.stderr)
+        print("\nStopped. No report was written.", file=sys.stderr)
         return 130
     except DivergedError as error:
         parser.error(f"{error}; try a smaller --learning-rate than {options.learning_rate:g}")

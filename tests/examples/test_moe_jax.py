@@ -250,6 +250,7 @@ def test_a_replayed_run_that_routes_otherwise_fails_the_run() -> None:
         (["--frameworks", "tf"], "argument --frameworks: 'tf' is not one of torch, jax"),
         (["--frameworks", ","], "argument --frameworks: name at least one of torch, jax"),
         (["--jax-steps", "0"], "argument --jax-steps: 0 is less than 1"),
+        (["--side-steps", "-1"], "argument --side-steps: -1 is less than 0"),
     ],
 )
 def test_a_wrong_option_is_a_clear_error(
