@@ -120,7 +120,24 @@ def numbered(name: str | None, count: int) -> str | None:
     return name if count == 0 else f"{name or _UNNAMED} #{count}"
 
 
-class record:  # noqa: N801 - used like a function
+class _Block:
+    """What `record` and `replay` have in common: the run that this thread is in meanwhile."""
+
+    __slots__ = ("_run",)
+
+    def _begin(self, run: TapeRun) -> None:
+        self._run: TapeRun | None = run
+        thread.run = run
+
+    def _end(self) -> TapeRun:
+        run, self._run = self._run, None
+        thread.run = None
+        assert run is not None
+        run.end()
+        return run
+
+
+class record(_Block):  # noqa: N801 - used like a function
     """Keep the decisions of the layers that run in here.
 
     >>> from roundpipe_core import record, replay, save_for_recompute
@@ -143,10 +160,7 @@ class record:  # noqa: N801 - used like a function
     Implements R13.
     """
 
-    __slots__ = ("_run", "_tape")
-
-    def __init__(self) -> None:
-        self._run: TapeRun | None = None
+    __slots__ = ("_tape",)
 
     def __enter__(self) -> Tape:
         _refuse_inside("record")
@@ -154,21 +168,18 @@ class record:  # noqa: N801 - used like a function
         slot.rows = frozenset()
         self._tape = Tape()
         self._tape.recording = True
-        self._run = thread.run = TapeRun(Phase.FORWARD, slot)
+        self._begin(TapeRun(Phase.FORWARD, slot))
         return self._tape
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> Literal[False]:
-        run, self._run = self._run, None
-        thread.run = None
-        assert run is not None
-        run.end()
+        run = self._end()
         self._tape.root, self._tape.recording = taken_from(run.slot), False
         return False
 
 
-class replay:  # noqa: N801 - used like a function
+class replay(_Block):  # noqa: N801 - used like a function
     """Run layers with the decisions of a tape: in here `doing_recompute()` is True in the forward already.
 
     >>> from roundpipe_core import record, recompute_once, replay
@@ -197,7 +208,7 @@ class replay:  # noqa: N801 - used like a function
     Implements R13.
     """
 
-    __slots__ = ("_below", "_run", "_tape")
+    __slots__ = ("_below", "_tape")
 
     def __init__(self, tape: Tape, *, below: int | dict[str, int] | None = None) -> None:
         if not isinstance(tape, Tape):
@@ -209,7 +220,6 @@ class replay:  # noqa: N801 - used like a function
                 )
             )
         self._tape, self._below = tape, below
-        self._run: TapeRun | None = None
 
     def __enter__(self) -> Tape:
         _refuse_inside("replay")
@@ -219,16 +229,13 @@ class replay:  # noqa: N801 - used like a function
                 raise unseen(layer, decision, decision.below)
             _check_below(layer, decision, self._below)
         slot = TapedSlot(self._tape.root, self._tape)
-        self._run = thread.run = TapeRun(Phase.RECOMPUTE, slot, self._tape.split()[0])
+        self._begin(TapeRun(Phase.RECOMPUTE, slot, self._tape.split()[0]))
         return self._tape
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> Literal[False]:
-        run, self._run = self._run, None
-        thread.run = None
-        assert run is not None
-        run.end()
+        run = self._end()
         if kind is None:
             _check_all_replayed(run)
         return False

@@ -271,11 +271,10 @@ class Frame:
         with _NO_CONTEXT if self._parcel is None or isinstance(thread.run, TorchRun) else self._parcel.inputs():
             self._inputs = Inputs(args, kwargs)
         self.slot = slot
-        self._generators = (
-            Generators(generators_of(function, (*args, *kwargs.values()))) if options.preserve_rng_state else None
-        )
+        values = (*args, *kwargs.values())
+        self._generators = Generators(generators_of(function, values)) if options.preserve_rng_state else None
         self._ambient = Ambient()
-        self._buffers = Buffers.of(function, (*args, *kwargs.values()))
+        self._buffers = Buffers.of(function, values)
         self._lock = threading.RLock()
         self._needed: list[int] = []
         self._outputs: Any = None
@@ -330,7 +329,7 @@ class Frame:
             self._outputs = Audit.copy(outputs)
         self.returned = True
         if not isinstance(outer, TorchRun):
-            held(self.slot, (*args, *kwargs.values()), self._parcel)
+            held(self.slot, args, kwargs, self._parcel)
         return outputs
 
     def _pack(self, tensor: torch.Tensor) -> Holder:

@@ -10,10 +10,11 @@ import torch
 from roundpipe_core._slots import Slot
 from roundpipe_core._trees import Spec, flatten, unflatten
 
-__all__ = ["Inputs", "SavedTensor", "line_up", "save_tensor"]
+__all__ = ["Inputs", "SavedTensor", "line_up", "save_tensor", "tensors_in"]
 
 
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments, in containers too."""
     leaves: list[Any] = []
     flatten((args, kwargs), leaves)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -21,7 +22,7 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor
 
 def line_up(slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tell a slot that is on its way to or from a tape what its region was called with (R13)."""
-    tensors = _tensors(args, kwargs)
+    tensors = tensors_in(args, kwargs)
     devices = [tensor.device for tensor in tensors]
     device = next((device for device in devices if device.type != "cpu"), devices[0] if devices else None)
     slot.line_up([tuple(tensor.shape) for tensor in tensors], device)

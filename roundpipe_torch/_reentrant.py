@@ -122,7 +122,7 @@ class _Region:
         if self.generators and self.generators.missed():
             raise started_inside(self.slot.label)
         if self.outermost:
-            held(self.slot, tensors, self.parcel)
+            held(self.slot, tensors, {}, self.parcel)
         return leaves
 
     @run_as_it_is

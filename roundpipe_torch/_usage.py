@@ -15,8 +15,8 @@ import torch
 from roundpipe_core import Flip
 from roundpipe_core._report import html_table, in_words, json_of, text_table
 from roundpipe_core._slots import Slot
-from roundpipe_core._trees import flatten
 
+from ._inputs import tensors_in
 from ._offload import Here, Parcel
 
 __all__ = ["LayerUsage", "Usage", "found", "held", "usage"]
@@ -187,13 +187,11 @@ class usage:  # noqa: N801 - used like a function
         return False
 
 
-def held(slot: Slot, arguments: Iterable[Any], parcel: Parcel | None) -> None:
+def held(slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any], parcel: Parcel | None) -> None:
     """A region that is not inside another has run its forward. Free unless somebody watches."""
     if not _watching:
         return
-    leaves: list[Any] = []
-    flatten(tuple(arguments), leaves)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter)]
+    tensors = [tensor for tensor in tensors_in(args, kwargs) if not isinstance(tensor, torch.nn.Parameter)]
     inputs = sum({here.memory: here.nbytes for here in map(Here, tensors)}.values())
     for watching in _watching:
         watching._took(slot, inputs, 0 if parcel is None else parcel.nbytes())
