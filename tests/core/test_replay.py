@@ -115,6 +115,7 @@ def test_some_labels_alike_and_some_not() -> None:
     with record() as tape:
         for n, x in enumerate(xs):
             region(attention if n % 2 == 0 else moe, x)
+    assert [entry.layer.rpartition(".")[2] for entry in tape.entries()] == ["attention", "moe"] * 2  # as they ran
     with replay(tape):
         again = [region(attend if n % 2 == 0 else moe, xs[0]) for n in range(4)]
     assert [int(row[0]) for row in again] == [0, 1, 2, 3]
