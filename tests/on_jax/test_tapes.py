@@ -594,7 +594,7 @@ def test_many_steps_leave_nothing_behind_and_trace_nothing_again(way: str) -> No
     live = step(2)
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: events.append(name))
     try:
-        assert step(200 if way == "jit" else 10) == live
+        assert step(200 if way == "jit" else 10) <= live  # other tests' arrays may go
         assert not [name for name in events if "trace" in name or "compile" in name]
         jax.jit(lambda x: x + 1)(1)
         assert [name for name in events if "trace" in name]

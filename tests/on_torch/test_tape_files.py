@@ -262,7 +262,7 @@ def test_many_steps_leave_nothing_behind(tmp_path: Path) -> None:
     for _ in range(180):
         step()
 
-    assert held() == before
+    assert all(now <= then for now, then in zip(held(), before, strict=True))  # what other tests held may go
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most < 20_000  # KiB
 
 
