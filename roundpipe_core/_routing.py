@@ -16,7 +16,7 @@ from ._errors import OptionError, TapeError, message
 from ._host import HostArray, integers_of, itemsize_of, kind_of
 from ._replay import numbered
 from ._slots import row_counts, spoken
-from ._tape import ONCE, OUTSIDE, Decision, Region, Tape, integer_extremes
+from ._tape import AUTO, ONCE, OUTSIDE, Decision, Region, Tape, integer_extremes
 from ._trees import flatten, paths
 
 __all__ = ["from_routing", "to_routing"]
@@ -61,8 +61,8 @@ def from_routing(
 
 def _data(array: HostArray, name: str | None) -> tuple[Any, list[Any]]:
     leaves: list[Any] = []
-    once = name is not None and name.startswith(ONCE)
-    return flatten(array if once else (array,), leaves), leaves
+    bare = name is not None and name.startswith((AUTO, ONCE))
+    return flatten(array if bare else (array,), leaves), leaves
 
 
 def _place(root: Region, decision: Decision, n: int, label: str | None, regions: bool, lead: tuple[int, ...]) -> None:

@@ -20,7 +20,8 @@ from ._trees import LEAF, Node, Spec, paths
 
 __all__ = ["Decision", "Region", "Skeleton", "Tape", "TapeEntry", "check_range", "portable", "taken_from"]
 
-ONCE = "recompute_once("
+ONCE = "recompute_once("  # names begin so where a frontend saved by itself, and not a tuple of arguments
+AUTO = "auto "
 OUTSIDE = "outside of layers"
 Scope = tuple[str, ...]
 

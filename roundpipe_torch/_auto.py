@@ -26,6 +26,7 @@ from roundpipe_core import Flip
 from roundpipe_core._phase import Phase, Run, thread
 from roundpipe_core._replay import TapedSlot
 from roundpipe_core._slots import Key, Place, where
+from roundpipe_core._tape import AUTO
 
 from ._decisions import Decisions, Kind, argument, built_in, is_composite, mutated, name_of, watcher
 from ._errors import decided_in_compiled_code, decided_under_a_transform, other_decision, other_shape, user_place
@@ -102,7 +103,7 @@ class _Watch:
     def _decisions(self, run: Run) -> list[Key]:
         """Those of the forward, in its order."""
         if self._saved is None:
-            self._saved = [key for key in run.slot.entries if key[1] is not None and key[1].startswith(_PREFIX)]
+            self._saved = [key for key in run.slot.entries if key[1] is not None and key[1].startswith(AUTO)]
         return self._saved
 
     def _find(self, run: Run, what: str, place: Place) -> Key | None:
@@ -167,12 +168,9 @@ class _Watch:
         return made
 
     def _save(self, run: Run, what: str, data: Any, place: Place, draws: bool) -> None:
-        name = f"{_PREFIX}{self._number} {what}"
+        name = f"{AUTO}{self._number} {what}"
         self._number += 1
         run.put((run.scope, name), data, place, draws)
-
-
-_PREFIX = "auto "
 
 
 def _asks(run: Run) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as torchs
 from torch.utils.flop_counter import FlopCounterMode
 
-from roundpipe_core import record, replay
+from roundpipe_core import Tape, record, replay
 from roundpipe_core._phase import Phase, thread
 from roundpipe_torch import (
     CheckpointMismatchError,
@@ -658,6 +658,24 @@ def test_a_tape_repeats_them():  # R13
         grads, x.grad, w.grad = [x.grad, w.grad], None, None
         got.sum().backward()
         same([x.grad, w.grad], grads, within=1e-6)
+
+
+def test_routing_of_an_engine_is_what_topk_gives():  # R13
+    x = ties()
+    columns = x.shape[1]
+    idx = torch.randint(columns, (ROWS, 1, 2))
+    tape = Tape.from_routing(idx.to(torch.int16), experts=columns, name="auto 0 topk")
+    with replay(tape):
+        y = remat(lambda x: x.exp().topk(2).values, auto=True)(x)
+    assert torch.equal(y, x.exp().gather(-1, idx[:, 0]))
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(x.exp().gather(-1, idx[:, 0]).sum(), x)[0])
+
+
+def test_routing_alone_is_refused_by_a_layer_that_decides_more():  # R10
+    tape = Tape.from_routing(torch.zeros(ROWS, 1, 2, dtype=torch.int16), experts=3, name="auto 0 topk")
+    with pytest.raises(CheckpointMismatchError, match="part at decision 1"), replay(tape):
+        remat(lambda x: x.topk(2).values * x.sum().item(), auto=True)(ties())
 
 
 def test_decisions_hold_no_state_of_generators():
