@@ -1,4 +1,4 @@
-"""Shows the examples in docstrings as code: an extension of griffe, which reads them for the API pages."""
+"""Examples in docstrings as code: an extension of griffe, which reads them for the API."""
 
 from __future__ import annotations
 

@@ -55,3 +55,6 @@ def test_the_site_builds(tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "index.html").is_file()
+    api = (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
+    assert "&gt;&gt;&gt; " in api
+    assert "<blockquote>" not in api, "an example of a docstring is not shown as code"
