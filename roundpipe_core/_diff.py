@@ -25,6 +25,12 @@ class Difference:
 
     A row is what is decided for one token: all but the last axis counts rows, and an array of one axis has a row an
     element. A row of integers is flipped if it holds others, reordered if it holds the same in another order.
+
+    >>> from roundpipe_core import Tape, diff
+    >>> one, two = (Tape.from_routing(routing, experts=4) for routing in ([[[3, 1]], [[0, 2]]], [[[1, 3]], [[0, 3]]]))
+    >>> [found] = diff(one, two)
+    >>> found.rows, found.flipped, found.reordered, found.flipped_rows
+    (2, 1, 1, (1,))
     """
 
     layer: str

@@ -87,6 +87,10 @@ class Flip:
 
     ``rows`` of ``total`` rows (first axis) differ, the first of them at index ``first``. An item
     whose shape or type changed has all its rows counted and ``first`` 0.
+
+    >>> from roundpipe_core import Flip
+    >>> print(Flip("moe 3", "output", 2, 64, 8))
+    layer 'moe 3', output: 2 of 64 rows flipped, first row 8
     """
 
     layer: str

@@ -25,6 +25,10 @@ class ExchangeReport:
     """What became of one array: shared or copied, and why. `print` it for one line.
 
     ``nbytes`` is the size of the result, ``reason`` says why the memory is shared, or why it is not.
+
+    >>> from roundpipe_core import ExchangeReport
+    >>> print(ExchangeReport("torch", "jax", True, "both have the same address", 24, "int32", "int32", (2, 3)))
+    torch int32[2, 3] to jax: 24 bytes shared, both have the same address
     """
 
     source: str

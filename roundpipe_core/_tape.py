@@ -59,7 +59,15 @@ class Region:
 
 
 class TapeEntry(NamedTuple):
-    """One array or value of a tape."""
+    """One array or value of a tape.
+
+    >>> from roundpipe_core import record, save_for_recompute
+    >>> with record() as tape:
+    ...     _ = save_for_recompute({"branch": True}, name="plan")
+    >>> [entry] = tape.entries()
+    >>> entry.name, entry.item, entry.dtype, entry.shape, entry.value
+    ('plan', "[0]['branch']", 'bool', (), True)
+    """
 
     layer: str
     """The labels of the regions around it, joined by ``/``."""
