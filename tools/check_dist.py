@@ -1,9 +1,9 @@
 """Build what users install, look into it, and try it in environments that hold nothing else.
 
-    python tools/check_dist.py                      # what `make dist` runs: without a framework, no network needed
-    python tools/check_dist.py torch jax torch,jax  # and with these, each from the package index; needs mypy's too
+    python tools/check_dist.py                      # what `make dist` runs: without a framework
+    python tools/check_dist.py torch jax torch,jax  # and with these, each in an environment of its own
 
-Leaves the wheel and the source archive in dist/. The commit is built, not the working tree.
+Leaves the wheel and the source archive in dist/. The commit is built, not the working tree. Needs build and twine.
 """
 
 from __future__ import annotations
