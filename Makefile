@@ -3,6 +3,7 @@
 # make bench   the measurements behind the figures in the docs
 # make fuzz    the random programs alone, FUZZ=20 times as many as in the suite
 # make docs    the documentation as a site, in build/site
+# make dist    wheel and source archive in dist/, checked, and tried where nothing else is; TRY='torch jax' with these too
 # make clean   remove .venv, build and caches
 #
 # Needs python3 (3.11 or newer) with venv and pip. Everything else goes into .venv.
@@ -13,12 +14,13 @@ BIN    := .venv/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 READY  := .venv/.ready
 BENCH_READY := .venv/.bench-ready
+DIST_READY := build/dist-env/.ready
 
 # One compute thread per process: two pytest workers then share two cores instead of fighting over them,
 # and sums are added in the same order on every machine.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: test lint types imports pytest fuzz demo bench docs clean
+.PHONY: test lint types imports pytest fuzz demo bench docs dist clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -64,6 +66,17 @@ bench: $(BENCH_READY)
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+# An environment of its own: the suite does not need what builds and uploads packages.
+$(DIST_READY): pyproject.toml
+	rm -rf build/dist-env
+	$(PYTHON) -m venv build/dist-env
+	build/dist-env/bin/python -m pip install --quiet --disable-pip-version-check build twine
+	@touch $@
+
+TRY ?=
+dist: $(DIST_READY)
+	build/dist-env/bin/python tools/check_dist.py $(TRY)
 
 clean:
 	rm -rf .venv build dist .hypothesis .ruff_cache .import_linter_cache

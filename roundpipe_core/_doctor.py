@@ -48,7 +48,7 @@ def _frontend(package: str) -> Iterator[Finding]:
     try:
         examined: Iterator[Finding] = importlib.import_module(f"{package}._doctor").examine()
     except Exception as error:
-        yield Finding(package, f"cannot be imported: {type(error).__name__}: {error}", works=False)
+        yield Finding(package, f"cannot be imported: {_in_a_line(error)}", works=False)
         return
     yield from examined
 
@@ -58,5 +58,9 @@ def trial(about: str, attempt: Callable[[], object]) -> Finding:
     try:
         right = bool(attempt())
     except Exception as error:
-        return Finding(about, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", works=False)
+        return Finding(about, _in_a_line(error), works=False)
     return Finding(about, "works" if right else "wrong result", works=right)
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

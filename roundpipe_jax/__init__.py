@@ -3,6 +3,10 @@
 The functions that layers call are those of `roundpipe_core` (R14).
 """
 
+from roundpipe_core import _installed
+
+_installed.need("jax", "0.10", by="roundpipe_jax")
+
 from roundpipe_core import (
     Difference,
     ExchangeError,

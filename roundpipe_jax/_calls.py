@@ -31,7 +31,16 @@ from . import _arguments
 from ._explain import note
 from ._identity import codes
 from ._inner import MarkedSlot, Marks, item, run_with
-from ._jax import is_about_effects, is_about_forward_mode, is_float, is_remat3, is_tracer, replaced, trace_state
+from ._jax import (
+    is_about_effects,
+    is_about_forward_mode,
+    is_float,
+    is_remat3,
+    is_tracer,
+    jax_checkpoint,
+    replaced,
+    trace_state,
+)
 from ._keep import refuse_on_tape
 from ._offload import Offload, Offloading, check_memory, slot_flags
 from ._packing import Held, Split, Template, in_jax, split
@@ -556,7 +565,7 @@ class Call:
             barrier: Any = self.barrier
             if isinstance(barrier, tuple):
                 barrier = (False, list(barrier))
-            made = found.made[key] = jax.checkpoint(led.run, policy=policy, prevent_cse=barrier)
+            made = found.made[key] = jax_checkpoint(led.run, policy=policy, prevent_cse=barrier)
         inputs = [*led.consts, *self.arrays]
         if not isinstance(thread.run, JaxRun):
             count, policy = len(led.consts), self.options.policy
@@ -599,7 +608,7 @@ class Call:
     def _inside_recompute(self, slot: Slot) -> Any:
         saved: list[Any] = []
         template = Template(slot, saved)
-        checkpointed = jax.checkpoint(
+        checkpointed = jax_checkpoint(
             lambda saved, arrays: self.layer.recompute_program(template, saved, arrays),
             policy=self.options.policy,
             prevent_cse=self.barrier is not False,

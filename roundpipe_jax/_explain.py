@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr
 from roundpipe_core._report import html_table, in_words, json_of, text_table
 
 from ._backend import aval_bytes
-from ._jax import is_float, is_on_host, struct
+from ._jax import is_float, is_on_host, jax_checkpoint, struct
 from ._offload import Offload, Offloading
 from ._policies import save_policy, with_tags
 from ._tags import subprograms
@@ -197,7 +197,7 @@ class _Note:
             def of_the_floating(*chosen: Any) -> list[Any]:
                 given = iter(chosen)
                 merged = [next(given) if flag else value for value, flag in zip(values, floats, strict=True)]
-                outs = jax.checkpoint(
+                outs = jax_checkpoint(
                     lambda values: self.recompute(values[: self.slots], values[self.slots :]), policy=policy
                 )(merged)
                 return [out for out in outs if is_float(out)]

@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from roundpipe_core._errors import TapeError, message
 from roundpipe_core._slots import Entry, Slot, label_of
 
-from ._jax import named, replaced, scan_sizes
+from ._jax import jax_checkpoint, named, replaced, scan_sizes
 from ._tags import name_of, subprograms
 
 __all__ = ["MarkedSlot", "Marks", "item", "run_with"]
@@ -296,7 +296,7 @@ class _Run:
         if isinstance(barrier, tuple):
             barrier = ([barrier[n] for n in own], False)
         arrays = {n: operand.array for n, operand in enumerate(operands) if isinstance(operand, _Stacked)}
-        made = jax.checkpoint(run, policy=eqn.params["policy"], prevent_cse=barrier)
+        made = jax_checkpoint(run, policy=eqn.params["policy"], prevent_cse=barrier)
         results, found = made([operands[n] for n in own], arrays)
         return results, found
 

@@ -12,6 +12,7 @@ from roundpipe_core._slots import label_of
 
 from ._calls import labelled
 from ._explain import repeated
+from ._jax import jax_checkpoint
 from ._offload import Offload
 from ._policies import save_policy
 from ._remat import Mode, Verify, remat
@@ -101,7 +102,7 @@ def remat_layers(
         # On a tape the layers are regions, and the groups are none.
         grouped = remat(group, prevent_cse=False, label=f"{name}, {size} layers", offload=offload)
         if taped.taped:
-            grouped = jax.checkpoint(group, prevent_cse=False, policy=save_policy())
+            grouped = jax_checkpoint(group, prevent_cse=False, policy=save_policy())
         with repeated(nested):
             last, out = jax.lax.scan(grouped, x, groups)
         aux, kept = jax.tree.map(lambda leaf: leaf.reshape(count, *leaf.shape[2:]), out)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from ._jax import is_differentiated, is_float, is_remat3, optimization_barrier, reverse_only
+from ._jax import is_differentiated, is_float, is_remat3, jax_checkpoint, optimization_barrier, reverse_only
 from ._names import KEPT
 from ._offload import back, sent
 from ._policies import with_tags
@@ -94,7 +94,7 @@ class _Lane:
             if isinstance(barrier, tuple):
                 barrier = (False, [*(False,) * self.jaxpr_consts, *barrier])  # type: ignore[assignment]
             policy = with_tags(self.policy) if KEPT in names_in(self.program.jaxpr.jaxpr) else self.policy
-            made = self._made[()] = jax.checkpoint(self._recompute_from, policy=policy, prevent_cse=barrier)
+            made = self._made[()] = jax_checkpoint(self._recompute_from, policy=policy, prevent_cse=barrier)
         result: list[Any] = made(*self.away.sent(slot, inputs))
         return result
 
@@ -162,7 +162,7 @@ class CheckpointLane(_Lane):
             barrier = self.barrier
             if isinstance(barrier, tuple):
                 barrier = (True, [*(False,) * self.jaxpr_consts, *barrier], True)  # type: ignore[assignment]
-            made = self._made[flags] = jax.checkpoint(tangents, policy=self.policy, prevent_cse=barrier)
+            made = self._made[flags] = jax_checkpoint(tangents, policy=self.policy, prevent_cse=barrier)
         return made
 
     def _beside(self, outputs: _Arrays, slot: _Arrays, inputs: _Arrays, forward_consts: _Arrays) -> list[Any]:

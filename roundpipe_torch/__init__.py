@@ -1,5 +1,9 @@
 """Activation checkpointing for PyTorch that remembers its decisions."""
 
+from roundpipe_core import _installed
+
+_installed.need("torch", "2.11", by="roundpipe_torch")
+
 from roundpipe_core import (
     Difference,
     ExchangeError,

@@ -73,7 +73,10 @@ def _region() -> _Region | None:
     if between is not None:
         text = f"a checkpointed layer makes a decision inside {between}, which torch.compile keeps as a whole."
         raise _ending_the_graph(CompileError, "UncapturedHigherOrderOpError")(message(text, [], "save outside of it."))
-    region: _Region = vars(tracer).setdefault("_roundpipe", _Region())
+    region: _Region | None = vars(tracer).get("_roundpipe")
+    if region is None:  # of ours, or of torch's own checkpoint
+        learn_to_trace()
+        region = vars(tracer)["_roundpipe"] = _Region()
     return region
 
 
@@ -95,7 +98,6 @@ def begin(label: str) -> None:
     """A region begins: the first thing traced of it."""
     from torch._dynamo.eval_frame import innermost_backend
 
-    learn_to_trace()
     _this_region().label = label
     compiler = innermost_backend(_translator().output.compiler_fn)
     backend = getattr(getattr(compiler, "compiler_fn", compiler), "__name__", "")

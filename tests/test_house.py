@@ -6,8 +6,10 @@ import importlib
 import importlib.util
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,3 +94,43 @@ def test_the_distribution_has_the_version_of_the_core() -> None:
         pytest.skip("run from the source tree, not installed")
 
     assert installed == roundpipe_core.__version__
+
+
+def metadata() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_metadata() -> None:
+    project = metadata()["project"]
+    assert project["name"] == "roundpipe-recompute"
+    assert project["dependencies"] == []
+    assert project["dynamic"] == ["version"]
+    assert project["readme"] == "README.md"
+    assert (project["license"], project["license-files"]) == ("Apache-2.0", ["LICENSE"])
+    assert {"torch", "jax", "all", "test", "bench"} == set(project["optional-dependencies"])
+    assert project["optional-dependencies"]["all"] == ["roundpipe-recompute[torch,jax]"]
+
+
+def test_the_oldest_python_is_the_one_that_is_checked() -> None:
+    project, tool = metadata()["project"], metadata()["tool"]
+    oldest = project["requires-python"].removeprefix(">=")
+    versions = [line.rpartition(" ")[2] for line in project["classifiers"] if line[-1].isdigit() and "." in line]
+    assert versions[0] == oldest == tool["mypy"]["python_version"]
+    assert tool["ruff"]["target-version"] == f"py{oldest.replace('.', '')}"
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_the_oldest_framework_is_the_same_everywhere(framework: str) -> None:
+    [wanted] = metadata()["project"]["optional-dependencies"][framework]
+    least = wanted.removeprefix(f"{framework}>=")
+    package = (ROOT / f"roundpipe_{framework}" / "__init__.py").read_text(encoding="utf-8")
+    assert f'need("{framework}", "{least}", by="roundpipe_{framework}")' in package
+    for page in ("README.md", "docs/install.md"):
+        assert f"{framework} {least} or newer" in (ROOT / page).read_text(encoding="utf-8"), page
+
+
+def test_the_source_archive_has_every_folder() -> None:
+    included = metadata()["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    assert [name for name in included if not (ROOT / name[1:]).exists()] == []
+    for package in (*PACKAGES, "tests", "docs", "examples", "benchmarks", "tools"):
+        assert f"/{package}" in included

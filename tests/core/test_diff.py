@@ -232,6 +232,7 @@ def test_json(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> Non
 def test_bad_input_is_status_2(
     files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("matplotlib")
     (tmp_path / "bad").write_bytes(b"x" * 100)
     for arguments, fault in [
         (["show", str(tmp_path / "bad")], "is not a tape that can be read"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,8 @@ from roundpipe_core._command import main
 
 
 def test_everything_works_here(capsys: pytest.CaptureFixture[str]) -> None:
+    for framework in ("torch", "jax"):
+        pytest.importorskip(framework)
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     tried = [finding["about"] for finding in found if finding["works"] is not None]
@@ -20,7 +24,7 @@ def test_everything_works_here(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_doctor, "_FRONTENDS", (("torch", "no_such_package"), ("no_such_framework", "x")))
+    monkeypatch.setattr(_doctor, "_FRONTENDS", (("json", "no_such_package"), ("no_such_framework", "x")))
     assert main(["doctor"]) == 2
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("no_such_package") and line.endswith("FAILS") for line in lines)
@@ -30,3 +34,17 @@ def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
 def test_a_trial_that_gives_something_else() -> None:
     assert _doctor.trial("x", lambda: False) == ("x", "wrong result", False)
     assert _doctor.trial("x", lambda: 1 / 0) == ("x", "ZeroDivisionError: division by zero", False)
+
+
+def test_a_framework_that_is_too_old_is_told_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = "from roundpipe_core import _installed\n_installed.need('json', '99', by='old_package')\n"
+    (tmp_path / "old_package.py").write_text(lines, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(_doctor, "_FRONTENDS", (("json", "old_package"),))
+    assert main(["doctor"]) == 2
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(
+        r"old_package +cannot be imported: ImportError: old_package needs json 99 or newer, and found \S+ +FAILS", last
+    )

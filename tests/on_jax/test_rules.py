@@ -317,3 +317,18 @@ def test_a_decision_in_the_arguments_of_a_save_runs_once_in_eager_mode_too(mode:
 
     jax.block_until_ready(jax.grad(remat(layer, mode=mode))(X))
     assert calls == [1]
+
+
+def test_remat_in_the_place_of_jax_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    # for a library that calls jax.checkpoint and cannot be edited
+    def layer(x: Any) -> Any:
+        chosen = recompute_once(lambda: jax.lax.top_k(jax.lax.stop_gradient(x), 2)[1])
+        return jnp.take_along_axis(jnp.exp(x), chosen, axis=1)
+
+    def librarys(x: Any) -> Any:
+        return jax.checkpoint(lambda x: jax.checkpoint(layer)(x))(jax.checkpoint(jnp.cos)(x)).sum()
+
+    expected = jax.grad(librarys)(X)
+    monkeypatch.setattr(jax, "checkpoint", remat)
+    for gradient in both_ways(librarys):
+        np.testing.assert_allclose(gradient(X), expected, rtol=1e-5)

@@ -13,6 +13,7 @@ import torch
 import torch._dynamo
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint as torchs
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -29,6 +30,7 @@ from roundpipe_torch import (
     replay,
     save_for_recompute,
 )
+from roundpipe_torch._decided import decided
 from tests.on_torch.compiled import (
     WEIGHTS,
     D,
@@ -381,6 +383,22 @@ def test_a_policy_of_the_user_and_decisions() -> None:
     assert graphs.backward_ops().count("aten.mm") == 4, "the one that the policy keeps is computed again"
 
 
+@pytest.fixture
+def nothing_traced_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this were the first region that the process compiles."""
+    monkeypatch.delitem(decided.python_key_table, ProxyTorchDispatchMode, raising=False)
+    decided._dispatch_cache.clear()
+
+
+@pytest.mark.usefixtures("nothing_traced_yet")
+def test_ours_in_the_place_of_torchs_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", checkpoint)  # for a library that cannot be edited
+    step = Graphs().compile(lambda x: torch.utils.checkpoint.checkpoint(branch, x, use_reentrant=False), fullgraph=True)
+
+    agrees(step, branch, 5)
+
+
+@pytest.mark.usefixtures("nothing_traced_yet")
 @pytest.mark.parametrize("way", [torchs, checkpoint], ids=["torchs", "ours"])
 def test_our_contexts_under_torchs_checkpoint(way: Any) -> None:
     step = Graphs().compile(

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from torch.utils.checkpoint import GraphExecGroup
 
 from roundpipe_core._slots import Slot
 from roundpipe_torch import checkpoint, doing_recompute, get_recompute_data, save_for_recompute
@@ -236,3 +237,22 @@ def test_a_layer_used_many_times_has_as_many_slots_and_any_order_of_backward_is_
             h = torch.tanh(h @ w).gather(1, taken[2 * n + 1]) * torch.ones(D)
             h.square().sum().backward()
         assert torch.equal(got, w.grad)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_two_backwards_over_parts_of_a_region_share_one_recompute(grouped) -> None:
+    calls = []
+
+    def layer(x, y):
+        calls.append(doing_recompute())
+        return x.sin().exp(), y.cos().exp()
+
+    x, y = torch.randn(2, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True)
+    expected = torch.autograd.grad([out.sum() for out in layer(x, y)], (x, y))
+    del calls[:]
+    first, second = checkpoint(layer, x, y)
+    with GraphExecGroup() if grouped else contextlib.nullcontext():
+        first.sum().backward(retain_graph=True)
+        second.sum().backward()
+    assert calls == [False, True]
+    torch.testing.assert_close((x.grad, y.grad), expected, rtol=0, atol=0)
