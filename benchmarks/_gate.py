@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import NamedTuple
 
 from ._results import Results
 
 BASELINE = Path(__file__).with_name("baseline.json")
-_ROUNDING = 1e-9
 
 
 class Verdict(NamedTuple):
@@ -33,7 +33,7 @@ def judge(results: Results, baseline: dict[str, list[float]]) -> list[Verdict]:
         now = measured.get(key)
         if found is None or found.error or (now is None and (found.quick or not found.rows)):
             continue  # not a part of this run, told already, or not on this machine
-        limit = before * (1 + tolerance) + _ROUNDING
+        limit = before * (1 + tolerance)
         if now is None:
             why = "not measured any more"
         else:
@@ -52,7 +52,7 @@ def rebased(results: Results, before: dict[str, list[float]]) -> dict[str, list[
     renewed = {n for n, found in results.benchmarks.items() if found.rows and not found.quick and not found.error}
     kept = {key: entry for key, entry in before.items() if key.partition(" / ")[0] not in renewed}
     measured = {
-        row.key: [float(f"{row.judged:.6g}"), row.tolerance]
+        row.key: [row.value if row.ratio is None else math.ceil(row.ratio * 1000) / 1000, row.tolerance]
         for row in results.rows
         if row.benchmark in renewed and row.tolerance is not None
     }

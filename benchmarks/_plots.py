@@ -15,7 +15,12 @@ from ._rows import Row
 
 INK, GRID = "#3a3f47", "#e6e8eb"
 COLORS = {"ours": "#0072B2", "torch": "#D55E00", "no": "#999999", "": "#CC79A7"}
-_SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "benchmarks", "font.size": 9, "font.family": "sans-serif"}
+_SETTINGS = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "benchmarks",
+    "font.size": 9,
+    "font.sans-serif": ["DejaVu Sans", "Verdana"],
+}
 
 
 class Drawn(NamedTuple):
@@ -101,6 +106,7 @@ def _lines(axes: Axes, rows: list[Row], title: str, at: str, label: str, *, rati
             *zip(*places, strict=True), style, marker=next(markers), markersize=4.5, color=color(name), label=name
         )
     axes.set_xscale("log")
+    axes.xaxis.minorticks_off()
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_title(title, loc="left", color=INK)
     axes.set_xlabel(at, color=INK)
@@ -159,6 +165,7 @@ def _depth(results: Results) -> Iterator[Drawn]:
     ):
         _lines(axes, [row for row in rows if row.what == what], "", "regions inside each other", label, ratio=False)
         axes.set_yscale("log")
+        axes.yaxis.minorticks_off()
     grid[0].legend(frameon=False)
     alt = "How often levels run and decide in a step, against the depth of nesting"
     yield _finished(figure, "bench_depth", "torch_depth", alt)
@@ -173,6 +180,7 @@ def _slots(results: Results) -> Iterator[Drawn]:
         mine = [row for row in rows if row.what == what]
         _lines(axes, mine, f"One {what}", "bytes", "seconds of CPU time", ratio=False)
         axes.set_yscale("log")
+        axes.yaxis.minorticks_off()
     grid[0].legend(frameon=False)
     alt = "CPU time of saving and of reading a tensor against its size, beside a raw clone"
     yield _finished(figure, "bench_slots", "torch_slots", alt)
