@@ -62,7 +62,8 @@ def bench(names: list[str] | tuple[str, ...], quick: bool) -> int:
     results = _run.run(names, quick, tell)
     if RESULTS.exists() and set(names) != set(_run.ALL):
         before = load(RESULTS).benchmarks
-        results = dataclasses.replace(results, benchmarks=dict(sorted((before | results.benchmarks).items())))
+        merged = before | results.benchmarks
+        results = dataclasses.replace(results, benchmarks={name: merged[name] for name in _run.ALL if name in merged})
     results.save(RESULTS)
     _page.write(results, FOLDER / "index.html")
     shown = dataclasses.replace(results, benchmarks={name: results.benchmarks[name] for name in names})

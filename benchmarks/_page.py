@@ -172,6 +172,7 @@ img { display: block; width: 100%; height: auto; margin: 1rem 0; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.35rem 0.7rem; border-bottom: 1px solid #e1e4e8; text-align: right; }
+td { white-space: nowrap; }
 thead th { border-bottom: 2px solid #16191d; } tbody th { text-align: left; font-weight: 400; white-space: nowrap; }
 @media (max-width: 50rem) { main { margin: 0; padding: 1.2rem; } }
 """
