@@ -1,6 +1,6 @@
 """Call overhead in PyTorch: CPU time of a checkpointed call, forward and backward, against the other ways.
 
-The layers are tiny, so that what is measured is the checkpointing. Every round runs every way 200 times, in turn; a
+The layers are tiny, so that what is measured is the checkpointing. Every round runs every way 100 times, in turn; a
 figure is the median over the rounds of the ratio to torch's own non-reentrant checkpoint in the same round. Both layers
 draw nothing at random. In the deciding one ours saves the decision, and the others, which cannot, decide twice.
 """
@@ -48,7 +48,7 @@ def measure(table: str, plain: Layer, saves: Layer, quick: bool) -> Iterator[Row
     yield from notes
     w, x = (torch.randn(*shape, requires_grad=True) for shape in ((8, 8), (4, 8)))
     steps = {name: lambda way=way: way(w, x).sum().backward() for name, way in ways.items()}
-    rounds, calls = (3, 20) if quick else (25, 200)
+    rounds, calls = (3, 20) if quick else (25, 100)
     rows = timed(table, WHAT, steps, TORCH, rounds, calls, ours=ours())
     first = min(row.judged for row in rows if row.name != NONE and row.name not in ours())
     for row in rows:

@@ -43,7 +43,7 @@ def seconds(layer: Layer, count: int, total: int) -> float:
 
 
 def timings(table: str, ways: dict[str, Layer], quick: bool) -> Iterator[Row]:
-    total, rounds = (500, 1) if quick else (2_000, 5)
+    total, rounds = (500, 1) if quick else (1_000, 4)
     sizes = SIZES[:3] if quick else SIZES
     for layer in ways.values():
         seconds(layer, BASE, BASE)
