@@ -20,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import roundpipe_core
+
 from ._results import ROOT, Found, Results, found
 from ._rows import Row
 
@@ -31,7 +33,7 @@ ALL = (
 """In the order of the page."""
 COUNTED = ("torch_calls", "torch_coverage", "torch_costs", "torch_depth", "jax_costs", "jax_keep", "jax_moe_flips")
 """No clock in them: they can run side by side."""
-_VERSIONS = ("roundpipe-recompute", "torch", "jax", "jaxlib", "numpy", "scipy", "torch-remat", "fairscale", "deepspeed")
+_VERSIONS = ("torch", "jax", "jaxlib", "numpy", "scipy", "torch-remat", "fairscale", "deepspeed")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
 
 
@@ -91,7 +93,7 @@ def measure(name: str, path: Path, quick: bool) -> None:
 
 def described() -> dict[str, Any]:
     """The machine and the versions."""
-    versions = {}
+    versions = {"roundpipe": roundpipe_core.__version__}
     for name in _VERSIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)

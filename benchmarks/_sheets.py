@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ._results import Results
@@ -16,34 +16,31 @@ class Sheet(NamedTuple):
 
 
 def sheets(rows: Iterable[Row]) -> list[Sheet]:
-    """A table for each title among the rows of a benchmark."""
+    """The tables of a benchmark: one for each title, and in a sweep of several ways one for each quantity."""
     grouped: dict[str, list[Row]] = {}
     for row in rows:
         grouped.setdefault(row.table, []).append(row)
-    return [_sheet(title, group) for title, group in grouped.items()]
+    return [sheet for title, group in grouped.items() for sheet in _of_table(title, group)]
 
 
-def _sheet(title: str, rows: list[Row]) -> Sheet:
+def _of_table(title: str, rows: list[Row]) -> Iterator[Sheet]:
     names, whats = (list(dict.fromkeys(getattr(row, part) for row in rows)) for part in ("name", "what"))
-    swept = any(row.at is not None for row in rows)
+    if all(row.at is None for row in rows):
+        ordered = rows if len(whats) > 1 else sorted(rows, key=lambda row: row.judged)
+        yield _pivot(title, [(row.name, row.what, cell(row)) for row in ordered])
+    elif len(names) == 1:
+        yield _pivot(title, [(f"{row.at:,.0f}", row.what, cell(row)) for row in rows])
+    else:
+        for what in whats:
+            cells = [(f"{row.at:,.0f}", row.name, cell(row)) for row in rows if row.what == what]
+            yield _pivot(f"{title}: {what}", cells)
 
-    def line(row: Row) -> str:
-        return f"{row.at:,.0f}" if swept and row.at is not None else row.name
 
-    def column(row: Row) -> str:
-        if not swept or len(names) == 1:
-            return row.what
-        return row.name if len(whats) == 1 else f"{row.name}: {row.what}"
-
-    if not swept and len(whats) == 1:
-        rows = sorted(rows, key=lambda row: row.judged)
-    cells = {(line(row), column(row)): cell(row) for row in rows}
-    lines, columns = (list(dict.fromkeys(key[part] for key in cells)) for part in (0, 1))
-    if swept and len(whats) == 1:
-        title = f"{title}: {whats[0]}"
-    return Sheet(
-        title, ["", *columns], [[place, *(cells.get((place, head), "") for head in columns)] for place in lines]
-    )
+def _pivot(title: str, cells: list[tuple[str, str, str]]) -> Sheet:
+    """From (line, column, text)."""
+    found = {(line, column): text for line, column, text in cells}
+    lines, columns = (list(dict.fromkeys(each[part] for each in cells)) for part in (0, 1))
+    return Sheet(title, ["", *columns], [[line, *(found.get((line, head), "") for head in columns)] for line in lines])
 
 
 def cell(row: Row) -> str:

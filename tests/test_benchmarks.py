@@ -91,6 +91,12 @@ def test_tables_have_a_line_for_each_way_or_place() -> None:
     assert swept.heads == ["", "ours", "torch"]
     assert swept.lines == [["1", "1", "1"], ["1,000", "1,000", "1,000"]]
 
+    pairs = [Row("t", name, what, 1, at=1) for name in ("ours", "torch") for what in ("save", "read")]
+    assert [(sheet.title, sheet.heads) for sheet in sheets(pairs)] == [
+        ("t: save", ["", "ours", "torch"]),
+        ("t: read", ["", "ours", "torch"]),
+    ]
+
 
 def test_goals_are_told_as_met_or_missed() -> None:
     met, missed = goals(planted(row(bar=1.0), row("second", 1.01, bar=1.0), row("torch", 7)))
