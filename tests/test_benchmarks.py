@@ -139,6 +139,17 @@ def test_a_benchmark_measures_what_the_baseline_has(tmp_path: Path) -> None:
     assert {one.why for one in verdicts} == {""}
 
 
+def test_the_layers_of_the_cuda_benchmark_agree_on_a_cpu_too() -> None:
+    pytest.importorskip("torch")
+    from benchmarks import torch_cuda
+
+    losses = [step() for step in torch_cuda.steps("cpu", torch_cuda.SMALL).values()]
+    for loss in losses:
+        loss.backward()
+
+    assert len({loss.item() for loss in losses}) == 1
+
+
 @pytest.mark.cuda
 def test_the_cuda_benchmark_runs_on_a_device() -> None:
     from benchmarks import torch_cuda
