@@ -13,7 +13,7 @@ from rich.table import Table
 from ._gate import Verdict
 from ._plots import Drawn, draw
 from ._results import ROOT, Results
-from ._sheets import Sheet, goals, sheets
+from ._sheets import Sheet, among_equals, goals, sheets
 
 DOCS = ROOT / "docs"
 _BLOCK = re.compile(r"(<!-- begin: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -145,15 +145,27 @@ def _block(results: Results, name: str, figures: list[Drawn]) -> str:
     if name == "machine":
         return machine(results)
     if name == "missed":
-        met, missed = goals(results)
-        return "\n".join(
-            [f"{len(met)} goals are met, {len(missed)} are missed:", "", *(f"* {each}" for each in missed)]
-        )
+        return _standing(results)
     found = results.benchmarks.get(name)
     if found is None or not found.rows:
         return "\n".join(["Not measured.", *(found.notes if found else [])])
     mine = [f"![{figure.alt}](images/{figure.name}.svg)" for figure in figures if figure.benchmark == name]
     return "\n\n".join([*mine, *map(_markdown, sheets(found.rows)), *(f"({note}.)" for note in found.notes)])
+
+
+def _standing(results: Results) -> str:
+    met, missed = goals(results)
+    parts = [f"{len(met)} goals are met, {len(missed)} are missed:", _listed(missed)]
+    if equals := among_equals(results):
+        lead = (
+            "Among the ways that cover every [case](#what-the-call-covers) but the kept decision, relative to the same:"
+        )
+        parts += [lead, _listed(equals)]
+    return "\n\n".join(parts)
+
+
+def _listed(sentences: list[str]) -> str:
+    return "\n".join(f"* {sentence}" for sentence in sentences)
 
 
 def _markdown(sheet: Sheet) -> str:

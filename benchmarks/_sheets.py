@@ -79,3 +79,20 @@ def goals(results: Results) -> tuple[list[str], list[str]]:
         sentence = f"{row.table}{place}: {row.name}, {row.what} {value}; goal {bar} or less."
         (missed if row.missed else met).append(sentence)
     return met, missed
+
+
+def among_equals(results: Results) -> list[str]:
+    """How ours stands among the peers that cover every case there is but the decision, a sentence for each layer."""
+    lacking = {row.name for row in results.of("torch_coverage") if not row.value and row.what != "decision kept"}
+    sentences = []
+    for sheet in dict.fromkeys(row.table for row in results.of("torch_overhead")):
+        ratio = {row.name: row.judged for row in results.of("torch_overhead", sheet)}
+        equals = {
+            name: f"{name} {value:.2f}"
+            for name, value in ratio.items()
+            if name not in lacking and not name.startswith(("ours", "no "))
+        }
+        if equals and lacking and "ours" in ratio:
+            first = "first" if ratio["ours"] <= min(ratio[name] for name in equals) else "not first"
+            sentences.append(f"{sheet}: ours {ratio['ours']:.2f} is {first}; {', '.join(equals.values())}.")
+    return sentences

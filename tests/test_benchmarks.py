@@ -10,7 +10,7 @@ import pytest
 from benchmarks import _gate, _results, _run
 from benchmarks._results import Found, Results
 from benchmarks._rows import Row
-from benchmarks._sheets import goals, number, sheets
+from benchmarks._sheets import among_equals, goals, number, sheets
 
 ROOT = Path(__file__).parents[1]
 
@@ -103,6 +103,16 @@ def test_goals_are_told_as_met_or_missed() -> None:
 
     assert (len(met), len(missed)) == (1, 1)
     assert "second" in missed[0]
+
+
+@pytest.mark.parametrize(("ours", "verdict"), [(0.9, "is first"), (1.1, "is not first")])
+def test_a_peer_that_covers_less_is_no_equal(ours: float, verdict: str) -> None:
+    timed = [Row("t", name, "w", 1.0, ratio=ratio) for name, ratio in (("ours", ours), ("full", 1.0), ("less", 0.5))]
+    cases = [Row("c", name, "nested", name == "full") for name in ("full", "less")]
+    of = {"torch_overhead": planted(*timed), "torch_coverage": planted(*cases)}
+    told = among_equals(Results({}, {name: results.benchmarks["b"] for name, results in of.items()}))
+
+    assert told == [f"t: ours {ours:.2f} {verdict}; full 1.00."]
 
 
 @pytest.mark.parametrize(
