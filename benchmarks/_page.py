@@ -150,7 +150,9 @@ def _block(results: Results, name: str, figures: list[Drawn]) -> str:
     if found is None or not found.rows:
         return "\n".join(["Not measured.", *(found.notes if found else [])])
     mine = [f"![{figure.alt}](images/{figure.name}.svg)" for figure in figures if figure.benchmark == name]
-    return "\n\n".join([*mine, *map(_markdown, sheets(found.rows)), *(f"({note}.)" for note in found.notes)])
+    return "\n\n".join(
+        [*mine, *map(_markdown, sheets(found.rows)), *([f"({'; '.join(found.notes)}.)"] if found.notes else [])]
+    )
 
 
 def _standing(results: Results) -> str:
