@@ -1,6 +1,8 @@
 # make test    lint, types, import contract, the whole suite
 # make demo    train a small MoE language model with and without checkpointing, and JAX beside torch; report in build/demo
-# make bench   the measurements behind the figures in the docs
+# make bench   the measurements behind the figures in the docs, as tables, build/bench/index.html and results.json
+# make bench-gate     the last measurements against benchmarks/baseline.json: fails if a ratio or a count got worse
+# make bench-publish  bench, then docs/benchmarks.md and the baseline from what it found
 # make fuzz    the random programs alone, FUZZ=20 times as many as in the suite
 # make docs    the documentation as a site, in build/site
 # make dist    wheel and source archive in dist/, checked, and tried where nothing else is; TRY='torch jax' with these too
@@ -20,7 +22,7 @@ DIST_READY := build/dist-env/.ready
 # and sums are added in the same order on every machine.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: test lint types imports pytest fuzz demo bench docs dist clean
+.PHONY: test lint types imports pytest fuzz demo bench bench-gate bench-publish docs dist clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -61,8 +63,16 @@ fuzz: $(READY)
 demo: $(READY)
 	$(BIN)/python examples/moe_lm.py --out build/demo
 
+BENCH ?=
 bench: $(BENCH_READY)
-	@for script in benchmarks/[!_]*.py; do echo "== $$script"; $(ONE_THREAD) $(BIN)/python $$script || exit 1; done
+	$(BIN)/python -m benchmarks $(BENCH)
+
+bench-gate: $(BENCH_READY)
+	$(BIN)/python -m benchmarks gate
+
+bench-publish: bench
+	$(BIN)/python -m benchmarks publish
+	$(BIN)/python -m benchmarks baseline
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

@@ -1,25 +1,24 @@
-"""What remat costs in work and memory, without a clock: `python benchmarks/jax_costs.py`.
+"""remat in JAX: what it costs in work and memory, counted from programs.
 
-Runs of `top_k` in the optimised HLO, also with two layers in one outer layer, FLOPs by a walk over the jaxpr, residual
-bytes from shapes, Python calls of the layer, and XLA's temporary bytes (each in a process of its own, with a scheduler
-that looks at memory; CPU XLA by default shows no saving from any remat).
+Runs of `top_k` in the optimised HLO, also with two layers in one outer layer, FLOPs by a walk over the jaxpr, bytes
+between forward and backward from shapes, Python calls of the layer, and XLA's temporary bytes (each in a process of its
+own, with a scheduler that looks at memory; XLA for CPUs by default shows no saving from any remat).
 """
 
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 import jax.numpy as jnp
 
 from roundpipe_jax import doing_recompute, get_recompute_data, remat, remat_layers, save_for_recompute
 from roundpipe_jax._explain import flops_of
+
+from ._rows import Row, counts
 
 L, T, D, H, E = 12, 2048, 32, 128, 8
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -75,6 +74,8 @@ WRAPS: dict[str, Wrap] = {
     "remat": remat,
     'remat "custom_vjp"': lambda f: remat(f, mode="custom_vjp"),
 }
+STACK = "remat_layers"
+OURS = ("remat", 'remat "custom_vjp"', STACK)
 
 
 def flops(loss: Callable[..., Any]) -> int:
@@ -89,20 +90,20 @@ def residuals(loss: Callable[..., Any]) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pull))
 
 
-def compiled(kind: str, name: str) -> tuple[float, int]:
-    """Temporary megabytes and runs of top-k or sort in the optimised step, from a process with the right flags."""
+def compiled(kind: str, name: str) -> tuple[int, int]:
+    """Temporary bytes and runs of top-k or sort in the optimised step, from a process with the right flags."""
     flags = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
     if kind != "scanned":  # never with scan: it aborts
         flags += " --xla_disable_hlo_passes=cse_barrier_expander"
     run = subprocess.run(
-        [sys.executable, __file__, kind, name],
+        [sys.executable, "-m", __spec__.name, kind, name],
         env={**os.environ, "XLA_FLAGS": flags},
         capture_output=True,
         text=True,
         check=True,
     )
     size, runs = run.stdout.split()
-    return int(size) / 1e6, int(runs)
+    return int(size), int(runs)
 
 
 def one(kind: str, name: str) -> None:
@@ -128,20 +129,27 @@ def calls(wrap: Wrap) -> int:
     return len(ticks)
 
 
-if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        one(*sys.argv[1:])
-        sys.exit()
-    slot = L * T * 2 * 4
-    print(f"{L} layers, {T} tokens, width {D}; slots hold {slot / 1e6:.3f} MB")
-    print(f"{'':20} {'top-k runs':>10} {'nested 2':>9} {'MFLOPs':>9} {'kept MB':>8} {'calls/24':>8}", end="")
-    print(f" {'temp MB unrolled':>17} {'scanned':>9}")
+def rows(quick: bool) -> Iterator[Row]:
+    title = f"{L} layers, {T} tokens, width {D}"
     for name, wrap in WRAPS.items():
         loss = unrolled(wrap)
-        size, runs = compiled("unrolled", name)
-        row = (
-            f"{name:20} {runs:10} {compiled('nested', name)[1]:9} {flops(loss) / 1e6:9.1f} "
-            f"{residuals(loss) / 1e6:8.2f} {calls(wrap):8} {size:17.2f} {compiled('scanned', name)[0]:9.2f}"
-        )
-        print(row, flush=True)
-    print(f"{'remat_layers':20} {compiled('scanned', 'stack')[0]:87.2f}")
+        found: dict[str, float] = {
+            "FLOPs of a step": flops(loss),
+            "bytes kept": residuals(loss),
+            "traces of a layer used 24 times": calls(wrap),
+        }
+        if not quick:
+            size, runs = compiled("unrolled", name)
+            found |= {
+                "top-k runs": runs,
+                "top-k runs, two layers in a layer": compiled("nested", name)[1],
+                "temporary bytes, unrolled": size,
+                "temporary bytes, scanned": compiled("scanned", name)[0],
+            }
+        yield from counts(title, {name: found}, ours=OURS)
+    if not quick:
+        yield from counts(title, {STACK: {"temporary bytes, scanned": compiled("scanned", STACK)[0]}}, ours=OURS)
+
+
+if __name__ == "__main__":
+    one(*sys.argv[1:])

@@ -1,11 +1,8 @@
-"""keep in JAX: FLOPs of a step and bytes from forward to backward, for a block with attention by a `custom_vjp` kernel.
-
-Counted from programs, so that no figure depends on the machine.
-"""
+"""Keeping a result in JAX: `keep` for attention by a `custom_vjp` kernel, counted from programs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -14,6 +11,8 @@ from jax.interpreters import partial_eval
 
 from roundpipe_jax import keep, remat, save_dots
 from roundpipe_jax._explain import flops_of
+
+from ._rows import Row, counts
 
 T, D, BLOCKS = 512, 128, 4
 
@@ -55,7 +54,7 @@ def plainly(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-def main() -> None:
+def rows(quick: bool) -> Iterator[Row]:
     w = jax.ShapeDtypeStruct((BLOCKS, 5, D, D), "float32")
     x = jax.ShapeDtypeStruct((T, D), "float32")
     forms: dict[str, Callable[..., Any]] = {
@@ -65,8 +64,7 @@ def main() -> None:
         "attention kept": remat(block(keep)),
         "attention kept, residual lane": remat(block(keep), mode="custom_vjp"),
     }
-    print(f"{BLOCKS} blocks of {T} tokens, width {D}\n")
-    print("| | KiB held | Mflop a step |\n|---|--:|--:|")
+    ours = [name for name in forms if name.startswith(("all", "attention"))]
     for name, form in forms.items():
 
         def loss(w: Any, x: Any, form: Callable[..., Any] = form) -> Any:
@@ -78,8 +76,5 @@ def main() -> None:
         live = partial_eval.dce_jaxpr(step, [True] * len(step.outvars))[0]
         kept = jax.tree.leaves(jax.eval_shape(lambda w, x, loss=loss: jax.vjp(loss, w, x)[1], w, x))
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in kept) - BLOCKS * 5 * D * D * 4
-        print(f"| {name} | {size / 1024:,.0f} | {flops_of(live) / 1e6:,.0f} |")
-
-
-if __name__ == "__main__":
-    main()
+        found = {"bytes held": size, "FLOPs of a step": flops_of(live)}
+        yield from counts(f"{BLOCKS} blocks of {T} tokens, width {D}", {name: found}, ours=ours)

@@ -1,23 +1,22 @@
-"""Routing in the recompute against routing in the forward: bfloat16 MoE, 4096 tokens, 64 experts, jit(grad).
+"""Routing in the recompute against routing in the forward, in JAX: a bfloat16 mixture of experts under jit(grad).
 
 XLA keeps more than bfloat16 inside a fusion, so the forward's router sees the unrounded layer input and the
 recompute's router the rounded one. Which experts the recompute used is read off the gradient of a term that only
 chosen experts have. The distance is to the gradient of `jax.checkpoint` with the forward's routing pinned, the
-worst of four inputs.
+worst of four inputs. Swept is the number of experts that a token goes to.
 """
 
-import sys
-from collections.abc import Callable
-from pathlib import Path
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from roundpipe_jax import doing_recompute, get_recompute_data, remat, save_for_recompute
+
+from ._rows import Row
 
 T, D, H, E = 4096, 32, 16, 64
 Inputs = dict[str, jax.Array]
@@ -48,6 +47,7 @@ def data(seed: int) -> Inputs:
     return p | {"mark_TE": jnp.zeros((T, E))}
 
 
+@functools.cache
 def step(wrap: Callable[..., Any], k: int, *, pin: bool = False) -> Callable[..., Any]:
     layer = wrap(lambda p, x, pinned: moe(p, x, k, pinned if pin else None))
 
@@ -76,9 +76,11 @@ def measure(wrap: Callable[..., Any], k: int, seed: int = 0) -> tuple[int, float
     return flipped, max(map(distance, ("x_TD", "gate_DE", "up_EDH", "down_EHD")))
 
 
-if __name__ == "__main__":
-    print(f"{'top':>4} {'':16} {'flipped tokens':>15} {'gradient off by':>16}")
-    for k in (1, 2, 8):
+def rows(quick: bool) -> Iterator[Row]:
+    for k in (1,) if quick else (1, 2, 8):
         for name, wrap in (("jax.checkpoint", jax.checkpoint), ("remat", remat)):
             flipped, off = measure(wrap, k)
-            print(f"{k:4} {name:16} {flipped:15} {off:16.3%}", flush=True)
+            exact = 0.0 if name == "remat" else None
+            table = f"{T} tokens, {E} experts, one layer, bfloat16"
+            yield Row(table, name, "tokens routed otherwise", flipped, at=k, bar=exact, tolerance=exact)
+            yield Row(table, name, "gradient off by", off, "%", at=k, bar=exact, tolerance=exact)

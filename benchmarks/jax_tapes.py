@@ -1,17 +1,13 @@
-"""What a tape costs in JAX: `python benchmarks/jax_tapes.py`.
+"""Tapes in JAX: operations of the optimised step, and the host's work for each call.
 
-Operations in the optimised HLO of a step without a tape, one that records, one that replays, and one of the same layers
-under `jax.checkpoint` with the routing as an argument. Then, with a clock, the host's work for each call: taking a tape
-apart for `jit` and putting it together again.
+A step without a tape, one that records, one that replays, and one of the same layers under `jax.checkpoint` with the
+routing as an argument. Then, with a clock, taking a tape apart for `jit` and putting it together again.
 """
 
+import functools
 import re
-import sys
-import time
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +22,9 @@ from roundpipe_jax import (
     replay,
     save_for_recompute,
 )
+
+from ._rounds import timed
+from ._rows import Row, counts
 
 L, T, D, H, E, K = 12, 2048, 32, 128, 8, 2
 
@@ -92,33 +91,29 @@ def counted(step: Any, *args: Any) -> dict[str, int]:
     ]
     return {
         "operations": len(work),
-        "dot": operations.count("dot"),
-        "router": len(re.findall(r"TopK|\btopk\(|\bsort\(", text)),
+        "products": operations.count("dot"),
+        "routers": len(re.findall(r"TopK|\btopk\(|\bsort\(", text)),
     }
 
 
-def main() -> None:
+def rows(quick: bool) -> Iterator[Row]:
     p, x = params(), jax.random.normal(jax.random.key(1), (T, D))
     _, tape = jax.jit(recording(stack))(p, x)
     routing = [entry.value for entry in tape.entries()]
-    for name, ours, plain in (("loop", loop(remat(moe)), loop(jax.checkpoint(moe))), ("stack", stack, pinned_scan)):
-        for what, step, args in (
-            ("no tape", jax.grad(ours), (p, x)),
-            ("recording", jax.value_and_grad(recording(ours), has_aux=True), (p, x)),
-            ("replaying", jax.grad(replaying(ours)), (p, x, tape)),
-            ("jax.checkpoint, routing given", jax.grad(plain), (p, x, routing)),
-        ):
-            print(f"{name:6} {what:30} {counted(step, *args)}")
+    lanes = {"a loop of remat": (loop(remat(moe)), loop(jax.checkpoint(moe))), "remat_layers": (stack, pinned_scan)}
+    for name, (ours, plain) in [*lanes.items()][1:] if quick else lanes.items():
+        steps = {
+            "no tape": (jax.grad(ours), (p, x)),
+            "recording": (jax.value_and_grad(recording(ours), has_aux=True), (p, x)),
+            "replaying": (jax.grad(replaying(ours)), (p, x, tape)),
+            "jax.checkpoint, routing given": (jax.grad(plain), (p, x, routing)),
+        }
+        found = {what: counted(step, *args) for what, (step, args) in steps.items()}
+        yield from counts(f"The optimised step, {name}", found, ours=("no tape", "recording", "replaying"))
     leaves, structure = jax.tree.flatten(tape)
-    for what, function in (
-        ("taken apart", lambda: jax.tree.flatten(tape)),
-        ("put together", lambda: jax.tree.unflatten(structure, leaves)),
-    ):
-        start = time.perf_counter()
-        for _ in range(100):
-            function()
-        print(f"a tape of {L} layers {what}: {(time.perf_counter() - start) * 1e4:.0f} us")
-
-
-if __name__ == "__main__":
-    main()
+    host = {
+        "a tape taken apart": lambda: jax.tree.flatten(tape),
+        "a tape put together": lambda: jax.tree.unflatten(structure, leaves),
+        "a dict of the same arrays taken apart": functools.partial(jax.tree.flatten, dict(enumerate(leaves))),
+    }
+    yield from timed("The host's work for a call", "CPU time", host, [*host][-1], 5, 3 if quick else 100, ours=())

@@ -1,38 +1,18 @@
-"""Paired timings against `jax.checkpoint`: trace and lower 24 equal layers, and an eager step of 8 layers.
+"""Time in JAX, against `jax.checkpoint`: trace and lower 24 equal layers, and an eager step of 8 layers.
 
-The two run in turn, and the figure is the median of the ratios of neighbours, so that a busy machine moves both.
+The two run in turn, and the ratio is the median of those of neighbours, so that a busy machine moves both.
 """
 
-import statistics
-import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import jax
-from jax_costs import X, params, unrolled
 
 from roundpipe_jax import remat
 
-
-def seconds(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def paired(one: Callable[[], Any], other: Callable[[], Any], pairs: int) -> tuple[float, float, float]:
-    """Median seconds of both, and the median ratio of `one` to `other`."""
-    one(), other()
-    times = [(seconds(one), seconds(other)) for _ in range(pairs)]
-    return (
-        statistics.median(a for a, _ in times),
-        statistics.median(b for _, b in times),
-        statistics.median(a / b for a, b in times),
-    )
+from ._rounds import timed
+from ._rows import Row
+from .jax_costs import X, params, unrolled
 
 
 def trace_and_lower(wrap: Callable[..., Any], layers: int) -> Callable[[], Any]:
@@ -51,11 +31,11 @@ def eager_step(wrap: Callable[..., Any], layers: int) -> Callable[[], Any]:
     return lambda: jax.block_until_ready(gradient(values, x))
 
 
-if __name__ == "__main__":
-    print(f"{'':26} {'remat':>9} {'stock':>9} {'ratio':>6}")
-    for name, make, layers, pairs in (
-        ("trace + lower, 24 layers", trace_and_lower, 24, 9),
+def rows(quick: bool) -> Iterator[Row]:
+    wraps = {"jax.checkpoint": jax.checkpoint, "remat": remat}
+    for what, make, layers, rounds in (
+        ("trace and lower, 24 layers", trace_and_lower, 24, 9),
         ("eager step, 8 layers", eager_step, 8, 15),
     ):
-        ours, stock, ratio = paired(make(remat, layers), make(jax.checkpoint, layers), pairs)
-        print(f"{name:26} {ours * 1e3:6.0f} ms {stock * 1e3:6.0f} ms {ratio:6.2f}", flush=True)
+        ways = {name: make(wrap, layers) for name, wrap in wraps.items()}
+        yield from timed("CPU time", what, ways, "jax.checkpoint", 1 if quick else rounds, ours=("remat",))

@@ -1,26 +1,23 @@
-"""CPU time of `remat(layer, auto=True)`, forward and backward, against `remat(layer)`, and of the other ways to watch.
+"""Watching for decisions: CPU time of `remat(layer, auto=True)` against `remat(layer)`, and of other ways to watch.
 
-Layers without decisions show what watching costs when there is nothing to see; the last one decides. Every round times
-every way once, in turn; the figures are medians over the rounds of the ratio to `remat(layer)` in the same round.
-
-    python benchmarks/torch_auto.py [--rounds 25] [--calls 200] [--json FILE]
+Layers without decisions show what watching costs when there is nothing to see; the last one decides. Every round runs
+every way, in turn; a figure is the median over the rounds of the ratio to `remat(layer)` in the same round.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from _rounds import ratios
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe_torch import remat
+
+from ._rounds import timed
+from ._rows import Row
 
 BASE = "remat"
 Layer = Callable[..., torch.Tensor]
@@ -105,6 +102,14 @@ def deciding(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x).gather(-1, idx) * value
 
 
+LAYERS: dict[str, Layer] = {
+    "A tiny layer, no decision": tiny,
+    "A block, no decision": block,
+    "A block with dropout, no decision": dropping,
+    "A layer that decides": deciding,
+}
+
+
 def ways(layer: Layer) -> dict[str, Layer]:
     return {
         BASE: remat(layer),
@@ -115,34 +120,11 @@ def ways(layer: Layer) -> dict[str, Layer]:
     }
 
 
-def measure(layer: Layer, width: int, rounds: int, calls: int) -> dict[str, dict[str, float]]:
+def rows(quick: bool) -> Iterator[Row]:
+    width = 16
     w = (torch.randn(width, width) / width).requires_grad_()
     x = torch.randn(2, 12, width, requires_grad=True)
-    steps = {name: lambda way=way: way(x, w).sum().backward() for name, way in ways(layer).items()}
-    return ratios(steps, BASE, rounds, calls)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--calls", type=int, default=200)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    results: dict[str, Any] = {}
-    for title, layer in (
-        ("tiny layer, no decision", tiny),
-        ("block, no decision", block),
-        ("block with dropout, no decision", dropping),
-        ("layer that decides", deciding),
-    ):
-        results[title] = measure(layer, 16, options.rounds, options.calls)
-        print(f"{title} (torch {torch.__version__}, median of {options.rounds})")
-        for name, row in results[title].items():
-            print(f"  {name:18s} {row['ratio']:6.3f} x {row['microseconds']:8.1f} us")
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+    for title, layer in LAYERS.items():
+        steps = {name: lambda way=way: way(x, w).sum().backward() for name, way in ways(layer).items()}
+        rounds, calls = (3, 10) if quick else (15, 60)
+        yield from timed(title, "CPU time, forward and backward", steps, BASE, rounds, calls, ours=("auto",))

@@ -1,27 +1,23 @@
-"""What checkpointing holds and runs again, counted: bytes, floating-point operations, waits for the device.
+"""A mixture of experts in PyTorch: what checkpointing holds and runs again, counted.
 
-    python benchmarks/torch_costs.py [--json FILE]
-
-A mixture-of-experts block as many models have it: a loop over the experts that asks for each one's tokens. Bytes and
-waits are seen by a dispatch mode (`_meter.py`), so they are the same on any machine.
+A block as many models have it, a loop over the experts that asks for each one's tokens. Bytes and waits for the device
+are seen by a dispatch mode, so they are the same on any machine.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
-from _meter import Meter
 from torch import nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from roundpipe_torch import checkpoint, recompute_once
+
+from ._meter import Meter
+from ._rows import Row, counts
+from ._ways import TORCH, torchs
 
 TOKENS, WIDTH, EXPERTS, CHOSEN, LAYERS = 512, 64, 16, 2, 4
 
@@ -53,7 +49,7 @@ class Experts(nn.Module):
 
 WAYS: dict[str, Callable[..., torch.Tensor]] = {
     "no checkpointing": lambda layer, x: layer(x),
-    "torch non-reentrant": functools.partial(torch_checkpoint, use_reentrant=False),
+    TORCH: torchs,
     "ours": checkpoint,
     "ours, reentrant": functools.partial(checkpoint, use_reentrant=True),
 }
@@ -76,28 +72,14 @@ def measure(way: Callable[..., torch.Tensor]) -> dict[str, int]:
         held, forward_syncs = meter.live, meter.syncs
         y.sum().backward()
     return {
-        "live bytes after forward": held,
-        "peak bytes": meter.peak,
-        "flops": flops.get_total_flops(),
+        "bytes live after forward": held,
+        "bytes at the peak": meter.peak,
+        "FLOPs": flops.get_total_flops(),
         "waits in forward": forward_syncs,
         "waits in backward": meter.syncs - forward_syncs,
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    results: dict[str, Any] = {name: measure(way) for name, way in WAYS.items()}
-    names = list(next(iter(results.values())))
-    print(f"{LAYERS} layers, {TOKENS} tokens, {EXPERTS} experts, top {CHOSEN} (torch {torch.__version__})")
-    print(f"  {'':22s}" + "".join(f"{name:>26s}" for name in names))
-    for way, row in results.items():
-        print(f"  {way:22s}" + "".join(f"{row[name]:26,d}" for name in names))
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+def rows(quick: bool) -> list[Row]:
+    title = f"{LAYERS} layers, {TOKENS} tokens, {EXPERTS} experts, top {CHOSEN}"
+    return counts(title, {name: measure(way) for name, way in WAYS.items()}, ours=("ours", "ours, reentrant"))

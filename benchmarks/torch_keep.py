@@ -1,10 +1,7 @@
-"""keep against full and selective recompute: bytes held, operations run again, time of a step.
-
-    python benchmarks/torch_keep.py [--json FILE] [--repeats N]
+"""Keeping a result in PyTorch: `keep` against full and selective recompute.
 
 A transformer block whose attention is a kernel with a backward of its own: like the fused ones, it saves its inputs,
-its output and one number a row. Bytes and floating-point operations are counted (`_meter.py`), so they are the same on
-any machine; times are of this one, the best of N.
+its output and one number a row. Bytes and floating-point operations are counted, so they are the same on any machine.
 
 Torch's selective checkpointing chooses operators. It cannot name this kernel, only the products inside it, whose
 results (the score matrix) it then holds; or all of it has to be registered as a custom operator first.
@@ -12,22 +9,21 @@ results (the score matrix) it then holds; or all of it has to be registered as a
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from _meter import Meter
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from roundpipe_torch import checkpoint, keep
+
+from ._meter import Meter
+from ._rounds import timed
+from ._rows import Row, counts
+from ._ways import torchs
 
 BATCH, TOKENS, WIDTH, HEADS, LAYERS = 2, 256, 128, 4, 4
 
@@ -72,7 +68,6 @@ def products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if chosen else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-torchs = functools.partial(torch_checkpoint, use_reentrant=False)
 WAYS: dict[str, tuple[Callable[..., torch.Tensor], bool]] = {
     "no checkpointing": (lambda layer, x: layer(x), False),
     "torch, all recomputed": (torchs, False),
@@ -87,7 +82,8 @@ WAYS: dict[str, tuple[Callable[..., torch.Tensor], bool]] = {
 }
 
 
-def measure(way: Callable[..., torch.Tensor], keeps: bool, repeats: int) -> dict[str, float]:
+def steps(way: Callable[..., torch.Tensor], keeps: bool) -> tuple[Callable[[], torch.Tensor], Callable[[], None]]:
+    """The forward, and a whole step."""
     torch.manual_seed(0)
     layers = [Block(keeps) for _ in range(LAYERS)]
     x = torch.randn(BATCH, TOKENS, WIDTH, requires_grad=True)
@@ -98,39 +94,23 @@ def measure(way: Callable[..., torch.Tensor], keeps: bool, repeats: int) -> dict
             y = way(layer, y)
         return y
 
+    return forward, lambda: forward().sum().backward()
+
+
+def measure(way: Callable[..., torch.Tensor], keeps: bool) -> dict[str, float]:
+    forward, step = steps(way, keeps)
     with FlopCounterMode(display=False) as flops:
-        forward().sum().backward()  # gradients exist from here on
+        step()  # gradients exist from here on
     with Meter() as meter:
         y = forward()
         held = meter.live
         y.sum().backward()
-    best = float("inf")
-    for _ in range(repeats):
-        begun = time.perf_counter()
-        forward().sum().backward()
-        best = min(best, time.perf_counter() - begun)
-    return {
-        "KiB held": held / 1024,
-        "Mflop a step": flops.get_total_flops() / 1e6,
-        "ms a step": best * 1e3,
-    }
+    return {"bytes held": held, "FLOPs of a step": flops.get_total_flops()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--repeats", type=int, default=10)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    results = {name: measure(way, keeps, options.repeats) for name, (way, keeps) in WAYS.items()}
-    names = list(next(iter(results.values())))
-    print(f"{LAYERS} blocks, {BATCH} x {TOKENS} tokens, width {WIDTH}, {HEADS} heads (torch {torch.__version__})")
-    print(f"  {'':24s}" + "".join(f"{name:>16s}" for name in names))
-    for name, row in results.items():
-        print(f"  {name:24s}" + "".join(f"{row[column]:16,.1f}" for column in names))
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+def rows(quick: bool) -> Iterator[Row]:
+    title = f"{LAYERS} blocks, {BATCH} x {TOKENS} tokens, width {WIDTH}, {HEADS} heads"
+    ours = [name for name in WAYS if name.startswith("ours")]
+    yield from counts(title, {name: measure(*way) for name, way in WAYS.items()}, ours=ours)
+    timings = {name: steps(*way)[1] for name, way in WAYS.items()}
+    yield from timed(title, "CPU time of a step", timings, "torch, all recomputed", 1 if quick else 9, ours=())

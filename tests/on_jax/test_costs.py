@@ -1,11 +1,9 @@
 """Work and memory, counted: decisions, matrix products, residuals, Python calls, live arrays."""
 
 import gc
-import importlib
 import sys
 import types
 import weakref
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 from jax.interpreters import partial_eval
 
+from benchmarks import jax_moe_flips
 from roundpipe_jax import (
     GradientError,
     doing_recompute,
@@ -253,19 +252,9 @@ def test_once_and_scopes_line_up_with_the_cache() -> None:
 # ------------------------------------------------------------------------------------ the measurements
 
 
-def benchmark(name: str) -> types.ModuleType:
-    folder = str(Path(__file__).parents[2] / "benchmarks")
-    sys.path.insert(0, folder)
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(folder)
-
-
 def test_routing_flips_under_jax_checkpoint_in_bfloat16_and_never_under_remat() -> None:
     jax.config.update("jax_disable_most_optimizations", False)  # they are what moves the router's input
-    flips = benchmark("jax_moe_flips")
-    stock, off = flips.measure(jax.checkpoint, 1)
+    stock, off = jax_moe_flips.measure(jax.checkpoint, 1)
     assert stock > 0
     assert off > 0.01
-    assert flips.measure(remat, 1) == (0, 0.0)
+    assert jax_moe_flips.measure(remat, 1) == (0, 0.0)
