@@ -4,14 +4,14 @@ A *run* is one execution of a region's code: the forward, or a recompute of it. 
 innermost one on this thread. Whoever starts a run does it by hand::
 
     before = thread.run
-    thread.run = run
     try:
+        thread.run = run
         ...
     finally:
         thread.run = before
 
-and not through a context manager: between these statements Python delivers no signal, so that a keyboard
-interrupt cannot leave the phase behind (R11).
+and not through a context manager, in whose own code a signal can arrive: a keyboard interrupt must not leave the
+phase behind (R11). Between the last call of the block and the last statement Python delivers none.
 """
 
 from __future__ import annotations
@@ -228,8 +228,8 @@ class Run:
 
     def _decide(self, function: Callable[[], T]) -> T:
         before = thread.run
-        thread.run = _OFF
         try:
+            thread.run = _OFF
             return self.without_gradient(function)
         finally:
             thread.run = before
@@ -279,7 +279,7 @@ _traced: Traced
 def traced_by(is_traced: Callable[[], bool], functions: Traced) -> None:
     """Where `is_traced()`, let `functions` take over. Called once, by a frontend with such a compiler."""
     global _is_traced, _traced
-    _is_traced, _traced = is_traced, functions
+    _traced, _is_traced = functions, is_traced  # in this order: another thread may call them in between
 
 
 def open_slot(label: Any) -> tuple[Phase, Slot]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -43,23 +44,22 @@ class TapeRun(Run):
 
     __slots__ = ("guards",)
 
-    def __init__(self, phase: Phase, slot: Slot, replayed: Sequence[Any] | None = None) -> None:
+    def __init__(self, phase: Phase, slot: Slot) -> None:
         super().__init__(phase, slot)
         self.repeats = False
         self.guards: list[TapeGuard] = []
-        try:
-            for make in tape_guards:
-                guard = make()
-                guard.begin(replayed)
-                self.guards.append(guard)
-        except BaseException:
-            self.end()
-            raise
+
+    def begin(self, replayed: Sequence[Any] | None) -> None:
+        """The block begins; `replayed` are the arrays of its tape. Whoever calls also calls `end`, if this raises too."""
+        for make in tape_guards:
+            self.guards.append(make())
+            self.guards[-1].begin(replayed)
 
     def end(self) -> None:
-        """The block is over."""
+        """The block is over. May be called again: an interrupt may have cut it short (R11)."""
         while self.guards:
-            self.guards.pop().end()
+            self.guards[-1].end()
+            self.guards.pop()
 
     def child(self, label: Any) -> Slot:
         self.check(f"layer {label_of(label)!r} runs", None)
@@ -123,18 +123,38 @@ def numbered(name: str | None, count: int) -> str | None:
 class _Block:
     """What `record` and `replay` have in common: the run that this thread is in meanwhile."""
 
-    __slots__ = ("_run",)
+    __slots__ = ("_run", "_thread")
 
-    def _begin(self, run: TapeRun) -> None:
-        self._run: TapeRun | None = run
-        thread.run = run
+    def __init__(self) -> None:
+        self._run: TapeRun | None = None
+        self._thread = 0
+
+    def _begin(self, tape: Tape, phase: Phase, slot: Slot, replayed: Sequence[Any] | None = None) -> Tape:
+        self._run, self._thread = TapeRun(phase, slot), threading.get_ident()
+        try:
+            self._run.begin(replayed)
+            thread.run = self._run  # last: from here on the block is open
+            return tape
+        except BaseException:
+            self._end()
+            raise
 
     def _end(self) -> TapeRun:
-        run, self._run = self._run, None
-        thread.run = None
+        run = self._run
         assert run is not None
-        run.end()
+        try:
+            thread.run = None
+            run.end()
+        except BaseException:  # an interrupt (R11)
+            thread.run = None
+            run.end()
+            raise
+        self._run = None
         return run
+
+    def __del__(self) -> None:
+        if getattr(self, "_run", None) is not None and self._thread == threading.get_ident():
+            self._end()  # an interrupt came as __exit__ was entered (R11)
 
 
 class record(_Block):  # noqa: N801 - used like a function
@@ -168,12 +188,12 @@ class record(_Block):  # noqa: N801 - used like a function
         slot.rows = frozenset()
         self._tape = Tape()
         self._tape.recording = True
-        self._begin(TapeRun(Phase.FORWARD, slot))
-        return self._tape
+        return self._begin(self._tape, Phase.FORWARD, slot)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> Literal[False]:
+        thread.run = None  # before any call, in which an interrupt could come (R11)
         run = self._end()
         self._tape.root, self._tape.recording = taken_from(run.slot), False
         return False
@@ -211,6 +231,7 @@ class replay(_Block):  # noqa: N801 - used like a function
     __slots__ = ("_below", "_tape")
 
     def __init__(self, tape: Tape, *, below: int | dict[str, int] | None = None) -> None:
+        super().__init__()
         if not isinstance(tape, Tape):
             raise OptionError(
                 message(
@@ -229,12 +250,12 @@ class replay(_Block):  # noqa: N801 - used like a function
                 raise unseen(layer, decision, decision.below)
             _check_below(layer, decision, self._below)
         slot = TapedSlot(self._tape.root, self._tape)
-        self._begin(TapeRun(Phase.RECOMPUTE, slot, self._tape.split()[0]))
-        return self._tape
+        return self._begin(self._tape, Phase.RECOMPUTE, slot, self._tape.split()[0])
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> Literal[False]:
+        thread.run = None  # before any call, in which an interrupt could come (R11)
         run = self._end()
         if kind is None:
             _check_all_replayed(run)

@@ -102,12 +102,12 @@ class _Buffer:
 class Buffers:
     """The buffers that a region's forward can reach; once it is over, those that it may have changed."""
 
-    __slots__ = ("_changed", "_swapped", "_watched", "misled")
+    __slots__ = ("_changed", "_watched", "misled", "replaced")
 
     def __init__(self, watched: list[_Buffer]) -> None:
         self._watched = watched
         self._changed: list[_Buffer] = []
-        self._swapped: set[tuple[int, str]] = set()
+        self.replaced: list[tuple[torch.nn.Module, str, Any]] = []  # what was where a copy is now
         self.misled = False  # whether the last recompute began with values that it should not have had
 
     @classmethod
@@ -130,9 +130,17 @@ class Buffers:
 
     def set(self, moved: Iterable[Moved], told: bool) -> None:
         """Give the copies these values, as far as they began with those of then."""
+        swapped = {(id(module), name) for module, name, _ in self.replaced}
         for module, name, value in moved:
-            if (id(module), name) in self._swapped and _as_before(module, name, told):
+            if (id(module), name) in swapped and _as_before(module, name, told):
                 module._buffers[name] = value.clone()
+
+    def put_back(self, count: int) -> None:
+        """Take out the copies but for the first `count`. May be called again: an interrupt may have cut it short."""
+        while len(self.replaced) > count:
+            module, name, before = self.replaced[-1]
+            module._buffers[name] = before
+            self.replaced.pop()
 
     def new(self) -> bool:
         """Whether a layer that asks for its phase has changed one of which it is not known what a recompute does."""
@@ -159,7 +167,7 @@ class Buffers:
     @contextlib.contextmanager
     def _swap(self, layer: str, told: bool) -> Iterator[list[tuple[_Buffer, torch.Tensor, int]]]:
         put_in: list[tuple[_Buffer, torch.Tensor, int]] = []
-        put_back = []
+        count = len(self.replaced)
         # A layer that differentiates inside itself is recomputed before its forward is over.
         changed = self._changed or [buffer for buffer in self._watched if buffer.settle()]
         try:
@@ -168,14 +176,11 @@ class Buffers:
                     now = buffer.module._buffers[buffer.name]
                     copy = buffer.copy(layer, _as_before(buffer.module, buffer.name, told))
                     put_in.append((buffer, copy, version_of(copy)))
-                    put_back.append((buffer, now))
+                    self.replaced.append((buffer.module, buffer.name, now))
                     buffer.module._buffers[buffer.name] = copy
-            self._swapped = {(id(buffer.module), buffer.name) for buffer, _ in put_back}
             yield put_in
         finally:
-            self._swapped = set()
-            for buffer, now in put_back:
-                buffer.module._buffers[buffer.name] = now
+            self.put_back(count)
 
     def _learn(self, put_in: list[tuple[_Buffer, torch.Tensor, int]], told: bool, whole: bool) -> None:
         """Note which buffers a recompute has changed, a `whole` one or the begin of one."""

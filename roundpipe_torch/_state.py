@@ -98,6 +98,16 @@ class Visit:
             self._meeting = Visit._meetings
 
     @staticmethod
+    def inside() -> bool:
+        """Whether this thread is inside now."""
+        return threading.get_ident() in Visit._inside
+
+    @staticmethod
+    def leave() -> None:
+        """This thread is inside no more."""
+        Visit._inside.discard(threading.get_ident())
+
+    @staticmethod
     def others() -> bool:
         """Whether another thread is inside now."""
         return bool(Visit._inside - {threading.get_ident()})

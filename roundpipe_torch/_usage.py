@@ -193,7 +193,7 @@ def held(slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any], parcel: Parc
         return
     tensors = [tensor for tensor in tensors_in(args, kwargs) if not isinstance(tensor, torch.nn.Parameter)]
     inputs = sum({here.memory: here.nbytes for here in map(Here, tensors)}.values())
-    for watching in _watching:
+    for watching in tuple(_watching):  # another thread may end one of them meanwhile
         watching._took(slot, inputs, 0 if parcel is None else parcel.nbytes())
 
 
@@ -201,5 +201,5 @@ def found(flips: Iterable[Flip], label: str) -> None:
     """`verify` found these in a region of this label."""
     if _watching:
         count = len(tuple(flips))
-        for watching in _watching:
+        for watching in tuple(_watching):
             watching._flipped(label, count)

@@ -50,8 +50,8 @@ class Audit:
         failed: list[Flip] = []
         try:
             with saved_tensors_hooks(_drop, _refuse):
-                thread.run = run
                 try:
+                    thread.run = run
                     function(*args, **kwargs)
                 finally:
                     thread.run = outer
