@@ -275,6 +275,8 @@ def compare(layer: str, item: str, backend: Backend | None, stored: Any, value: 
 def _equal(one: Any, other: Any) -> bool:
     try:
         return type(one) is type(other) and (bool(one == other) or (one != one and other != other))
+    except MemoryError:
+        raise
     except Exception:  # an opaque object that cannot be compared: nothing is known against it
         return True
 

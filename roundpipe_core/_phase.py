@@ -21,6 +21,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from multiprocessing.util import register_after_fork
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 from ._backend import outside_keeps, outside_saves, without_gradient
@@ -258,6 +259,9 @@ class _Thread(threading.local):
 
 
 thread = _Thread()
+# A process that multiprocessing forks begins anew: it is no part of the layer, or the recording, that its parent is in.
+# One that a layer forks itself by os.fork goes on in the layer.
+register_after_fork(thread, lambda thread: setattr(thread, "run", None))
 _OFF = Run(Phase.OFF, Slot("a decision"))
 
 

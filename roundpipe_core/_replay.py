@@ -7,6 +7,7 @@ forward whose slot becomes a tape; a replay is a recompute whose slot was made f
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -39,24 +40,31 @@ __all__ = ["TapeRun", "TapedEntry", "TapedSlot", "numbered", "record", "replay"]
 T = TypeVar("T")
 
 
+_block: contextvars.ContextVar[TapeRun | None] = contextvars.ContextVar("block", default=None)
+"""The block that this task is in. A task inherits it from the one that began it."""
+
+
 class TapeRun(Run):
     """A recording or a replay. Saved outside of regions, data is kept in order: each save is the next."""
 
-    __slots__ = ("guards",)
+    __slots__ = ("guards", "spans_tasks")
 
     def __init__(self, phase: Phase, slot: Slot) -> None:
         super().__init__(phase, slot)
         self.repeats = False
         self.guards: list[TapeGuard] = []
+        self.spans_tasks = True  # no block that a task could leave open while it waits
 
     def begin(self, replayed: Sequence[Any] | None) -> None:
-        """The block begins; `replayed` are the arrays of its tape. Whoever calls also calls `end`, if this raises too."""
+        """The block begins; `replayed` are the arrays of its tape. Whoever calls this calls `end`, if it raises too."""
         for make in tape_guards:
             self.guards.append(make())
             self.guards[-1].begin(replayed)
 
     def end(self) -> None:
         """The block is over. May be called again: an interrupt may have cut it short (R11)."""
+        if _block.get() is self:
+            _block.set(None)
         while self.guards:
             self.guards[-1].end()
             self.guards.pop()
@@ -89,8 +97,24 @@ class TapeRun(Run):
                 stack.enter_context(guard.deciding())
             return super()._decide(function)
 
+    def told(self) -> None:
+        self._refuse_in_another_task("doing_recompute() is asked", None)
+
+    def _refuse_in_another_task(self, doing: str, place: Place | None) -> None:
+        if self.spans_tasks or _block.get() is self:
+            return
+        raise PhaseError(
+            message(
+                f"{doing} in another task of this thread (asyncio) than began record() or replay().",
+                [("called at", where(place))] if place else [],
+                "let no other task run model code while the block is open: await nothing in it but tasks begun in it, "
+                "or run the others in threads of their own.",
+            )
+        )
+
     def check(self, doing: str, place: Place | None) -> None:
-        """Refuse that a layer meets the block here, if a frontend has a reason."""
+        """Refuse that a layer meets the block here: in another task, or if a frontend has a reason."""
+        self._refuse_in_another_task(doing, place)
         for guard in self.guards:
             guard.check(doing, place)
 
@@ -133,6 +157,8 @@ class _Block:
         self._run, self._thread = TapeRun(phase, slot), threading.get_ident()
         try:
             self._run.begin(replayed)
+            _block.set(self._run)
+            self._run.spans_tasks = False
             thread.run = self._run  # last: from here on the block is open
             return tape
         except BaseException:

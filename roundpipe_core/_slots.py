@@ -48,7 +48,7 @@ class Entry:
         except RecursionError:
             raise SlotError(
                 message(
-                    f"layer {layer!r}, {spoken(key)}: the data contains itself.",
+                    f"layer {layer!r}, {spoken(key)}: the data contains itself, or is nested too deep.",
                     [("saved at", where(place))],
                     "save the parts that the recompute needs, not the object that links them.",
                 )

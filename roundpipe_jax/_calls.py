@@ -31,7 +31,16 @@ from . import _arguments
 from ._explain import note
 from ._identity import codes
 from ._inner import MarkedSlot, Marks, item, run_with
-from ._jax import is_about_effects, is_about_forward_mode, is_float, is_remat3, is_tracer, replaced, trace_state
+from ._jax import (
+    is_about_effects,
+    is_about_forward_mode,
+    is_float,
+    is_out_of_memory,
+    is_remat3,
+    is_tracer,
+    replaced,
+    trace_state,
+)
 from ._keep import refuse_on_tape
 from ._offload import Offload, Offloading, check_memory, slot_flags
 from ._packing import Held, Split, Template, in_jax, split
@@ -287,7 +296,9 @@ class Call:
         if self.options.mode != "custom_vjp" and hinted("tags", self.layer.kind):
             try:
                 return self._tagged(slot)
-            except Exception:  # another function with the same code; if it is not, the error comes again
+            except Exception as error:  # another function with the same code; if it is not, the error comes again
+                if is_out_of_memory(error):
+                    raise
                 hint("tags", self.layer.kind, holds=False)
         try:
             return self._staged(slot) if any(map(is_abstract, self.arrays)) else self._at_once(slot)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
@@ -27,16 +27,33 @@ from ._views import version_of
 
 __all__ = ["Buffers", "Moved", "copies", "not_misled"]
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 _SMALL = 1 << 16
 """Bytes up to which a buffer is copied before each forward and for each recompute: not every write can be seen."""
 
-_changing: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[str, bool], bool]] = weakref.WeakKeyDictionary()
+
+class _Notes(Generic[K]):
+    """What is known of each module's buffers, while it lives. By identity: modules may be equal, or refuse to be compared."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[weakref.ref[torch.nn.Module], dict[K, bool]]] = {}
+
+    def of(self, module: torch.nn.Module) -> dict[K, bool]:
+        """To be read and written."""
+        key = id(module)
+        held = self._held.get(key)
+        if held is None:
+            found = weakref.ref(module, lambda _: self._held.pop(key, None))
+            held = self._held.setdefault(key, (found, {}))  # another thread may have been here meanwhile
+        return held[1]
+
+
+_changing: _Notes[tuple[str, bool]] = _Notes()
 """Of larger buffers: whether a forward has ever changed them, in training (True) and in evaluation (False)."""
 
-
-_repeating: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, bool]] = weakref.WeakKeyDictionary()
+_repeating: _Notes[str] = _Notes()
 """Of buffers that a forward changed: whether a recompute of a layer that asks for its phase does so too."""
 
 Moved = tuple[torch.nn.Module, str, torch.Tensor]
@@ -57,7 +74,7 @@ class _Buffer:
         if isinstance(module, _NormBase):
             return  # what it gives does not depend on them in training, and does not change them in evaluation
         self.version = version_of(tensor)
-        if tensor.nbytes <= _SMALL or _changing.get(module, {}).get((name, module.training), True):
+        if tensor.nbytes <= _SMALL or _changing.of(module).get((name, module.training), True):
             self.before = tensor.detach().clone()
 
     def moved(self) -> torch.Tensor | None:
@@ -84,7 +101,7 @@ class _Buffer:
         changed = self.seen = version_of(self.tensor) != self.version
         if self.tensor.nbytes <= _SMALL:
             return True
-        known, what = _changing.setdefault(self.module, {}), (self.name, self.module.training)
+        known, what = _changing.of(self.module), (self.name, self.module.training)
         known[what] = changed or known.get(what, False)
         return changed
 
@@ -144,7 +161,7 @@ class Buffers:
 
     def new(self) -> bool:
         """Whether a layer that asks for its phase has changed one of which it is not known what a recompute does."""
-        return any(buffer.seen and buffer.name not in _repeating.get(buffer.module, ()) for buffer in self._changed)
+        return any(buffer.seen and buffer.name not in _repeating.of(buffer.module) for buffer in self._changed)
 
     @contextlib.contextmanager
     def copies(self, layer: str, told: bool) -> Iterator[None]:
@@ -185,7 +202,7 @@ class Buffers:
     def _learn(self, put_in: list[tuple[_Buffer, torch.Tensor, int]], told: bool, whole: bool) -> None:
         """Note which buffers a recompute has changed, a `whole` one or the begin of one."""
         for buffer, copy, version in put_in if told else ():
-            known = _repeating.setdefault(buffer.module, {})
+            known = _repeating.of(buffer.module)
             if not buffer.seen or known.get(buffer.name):
                 continue
             changes = buffer.module._buffers.get(buffer.name) is not copy or version_of(copy) != version
@@ -197,7 +214,7 @@ class Buffers:
 
 def _as_before(module: torch.nn.Module, name: str, told: bool) -> bool:
     """Whether a recompute changes this buffer as its forward did, so that it has to begin with the value of then."""
-    return not told or _repeating.get(module, {}).get(name, False)
+    return not told or _repeating.of(module).get(name, False)
 
 
 _NO_CONTEXT = contextlib.nullcontext()

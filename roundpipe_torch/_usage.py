@@ -19,9 +19,9 @@ from roundpipe_core._slots import Slot
 from ._inputs import tensors_in
 from ._offload import Here, Parcel
 
-__all__ = ["LayerUsage", "Usage", "found", "held", "usage"]
+__all__ = ["OUT_OF_MEMORY", "LayerUsage", "Usage", "found", "held", "usage"]
 
-_OUT_OF_MEMORY: tuple[type[BaseException], ...] = (torch.OutOfMemoryError, MemoryError)
+OUT_OF_MEMORY: tuple[type[BaseException], ...] = (torch.OutOfMemoryError, MemoryError)
 _HEAD = ("layer", "calls", "alive", "inputs", "slot", "kept", "on the host", "decisions", "flips")
 
 
@@ -182,7 +182,7 @@ class usage:  # noqa: N801 - used like a function
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> Literal[False]:
         _watching.remove(self._usage)
-        if isinstance(error, _OUT_OF_MEMORY):
+        if isinstance(error, OUT_OF_MEMORY):
             error.add_note(f"Held by checkpointed layers:\n{self._usage}")
         return False
 
