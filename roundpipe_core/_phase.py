@@ -26,7 +26,7 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 from ._backend import outside_keeps, outside_saves, without_gradient
 from ._errors import Flip, OptionError, PhaseError, SlotError, message
-from ._slots import NOTHING, Entry, Key, Place, Slot, label_of, where
+from ._slots import NOTHING, Entry, Key, Place, Slot, Taken, label_of, where
 
 __all__ = [
     "Phase",
@@ -72,7 +72,7 @@ class Run:
         self._seen: set[Key] = set()  # entries read by this run
         self._uncertain: set[Any] = set()
         self.watch: Any = None  # what a frontend notes of decisions that it makes this run keep
-        self.taken: set[Slot] = set()  # the regions of a tape that this run has replayed
+        self.taken = Taken()  # the regions of a tape that this run has replayed
 
     # What a frontend may know better
 

@@ -18,7 +18,7 @@ from ._backend import TapeGuard, backend_of, expand, frontend, numpys, only_fron
 from ._errors import OptionError, PhaseError, TapeError, message
 from ._host import HostArray, kind_of
 from ._phase import Phase, Run, thread
-from ._slots import NOTHING, AutoLabel, Entry, Place, Slot, label_of, row_counts, spoken, where
+from ._slots import NOTHING, AutoLabel, Entry, Place, Slot, Taken, label_of, row_counts, spoken, where
 from ._tape import (
     ONCE,
     OUTSIDE,
@@ -354,7 +354,7 @@ def _taped(slot: Slot) -> TapedSlot:
 class TapedSlot(Slot):
     """A slot that a tape has filled. Labels are those of another process, maybe of another framework."""
 
-    __slots__ = ("_by_order", "device", "region", "sequence", "tape")
+    __slots__ = ("_by_order", "_ordered", "device", "region", "sequence", "tape")
 
     def __init__(self, region: Region, tape: Tape) -> None:
         super().__init__(region.label if region.given else AutoLabel(region.label))
@@ -366,16 +366,18 @@ class TapedSlot(Slot):
             self.children.setdefault((inner.scope, inner.label), []).append(slot)
         for decision in region.decisions:
             self.entries[decision.key] = TapedEntry(self, decision)
+        self._ordered: dict[Scope, list[Slot]] = {}
         self._by_order: dict[Scope, list[str]] = {}
         for scope, name in list(self.entries):
             if name is not None and name.startswith(ONCE):
                 self._by_order.setdefault(scope, []).append(name)
 
-    def met(self, scope: Scope, label: Any, count: int, taken: set[Slot]) -> Slot:
+    def met(self, scope: Scope, label: Any, count: int, taken: Taken) -> Slot:
         chosen_by_user = isinstance(label, str) and not isinstance(label, AutoLabel)
         name = label if chosen_by_user else portable(label_of(label))
         alike = self.children.get((scope, name))
-        chosen = next((slot for slot in alike or self._in(scope) if slot not in taken), None)
+        which = (scope, name) if alike else (scope,)
+        chosen = taken.first_left(which, alike or self._in(scope))
         if chosen is None:
             raise self._missing(scope, name)
         if alike is None and chosen_by_user and chosen.given:
@@ -383,10 +385,12 @@ class TapedSlot(Slot):
         taken.add(chosen)
         return chosen
 
-    def _in(self, scope: Scope) -> Iterator[Slot]:
+    def _in(self, scope: Scope) -> list[Slot]:
         """The regions of a scope, in the order they ran."""
-        held = itertools.chain.from_iterable(slots for (at, _), slots in self.children.items() if at == scope)
-        return iter(sorted(held, key=lambda slot: slot.born))
+        if scope not in self._ordered:
+            held = itertools.chain.from_iterable(slots for (at, _), slots in self.children.items() if at == scope)
+            self._ordered[scope] = sorted(held, key=lambda slot: slot.born)
+        return self._ordered[scope]
 
     def child_name(self, label: str) -> str:
         return portable(label)

@@ -35,7 +35,7 @@ _SMALL = 1 << 16
 
 
 class _Notes(Generic[K]):
-    """What is known of each module's buffers, while it lives. By identity: modules may be equal, or refuse to be compared."""
+    """What is known of each module's buffers, while it lives. By identity: modules may be equal, or not comparable."""
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[weakref.ref[torch.nn.Module], dict[K, bool]]] = {}

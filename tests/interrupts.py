@@ -14,7 +14,7 @@ PACKAGES = ("roundpipe_core", "roundpipe_torch", "roundpipe_jax")
 class At:
     """In its block, raises `error` before the n-th line of the library that this thread comes to.
 
-    Lines are more places than those at which Python looks for signals: calls, and the ends of loops. `seen` counts them.
+    Those are more places than Python looks for signals at: calls, and the ends of loops. `seen` counts them.
     """
 
     def __init__(self, n: int, error: Callable[[], BaseException] = KeyboardInterrupt) -> None:
@@ -30,6 +30,12 @@ class At:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         sys.settrace(self._before)
+
+    def came_through(self, error: BaseException) -> None:
+        """Assert that `error` is the very one that was raised, and let go of it."""
+        raised, self.raised = self.raised, None
+        if error is not raised:
+            raise AssertionError(f"at line {self.n} {raised!r} was raised, and another error came") from error
 
     def _called(self, frame: FrameType, event: str, arg: Any) -> Any:
         name = frame.f_globals.get("__name__") or ""
@@ -48,7 +54,7 @@ class At:
 
 
 def _enters_handler(frame: FrameType) -> bool:
-    """Whether an error is on its way. No signal arrives there, and Python leaks that error if a tracer raises another."""
+    """Whether an error is on its way. No signal arrives there, and a tracer that raises leaks that error."""
     return dis.opname[frame.f_code.co_code[frame.f_lasti]] in ("PUSH_EXC_INFO", "WITH_EXCEPT_START")
 
 

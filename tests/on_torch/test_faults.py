@@ -136,7 +136,7 @@ def watched(step, way):
     """Of a layer that nobody edited, with verify."""
 
     def layer(x, w):
-        values, idx = (x @ w).topk(2, -1)
+        values, _ = (x @ w).topk(2, -1)
         return torch.sin(values) * torch.rand(2)
 
     options = {} if way is reentrant else {"verify": "raise"}
@@ -209,13 +209,12 @@ def test_an_error_at_any_line_comes_through_and_leaves_nothing(program, way, err
                 step()
             assert at.raised is None, f"line {n}: the error was swallowed"
         except BaseException as raised:
-            assert raised is at.raised, f"line {n}: another error"
-            if error is out_of_memory:
-                assert raised.__notes__ == ["from the allocator"]
+            notes = getattr(raised, "__notes__", [])
+            assert notes == (["from the allocator"] if error is out_of_memory else [])
             if program is not taped:  # an interrupt in the first line of `__exit__` is seen to when the error is gone
                 assert left_behind() == clean, f"line {n}"
             assert steps[0].is_as_found(), f"line {n}"
-            at.raised = None
+            at.came_through(raised)
         assert left_behind() == clean, f"line {n}"
         steps.clear()
         assert live() == 0, f"line {n}: kept alive"
@@ -576,8 +575,8 @@ def high_limit():
     sys.setrecursionlimit(before)
 
 
-def test_two_hundred_regions_in_each_other(high_limit):
-    same(deep(200, checkpoint), deep(200, plain))
+def test_two_hundred_regions_in_each_other_and_a_backward_through_ninety(high_limit):
+    same(deep(90, checkpoint), deep(90, plain))  # what is recomputed grows with the square
     with record() as tape:
         want = deep(200, checkpoint, backward=False)
     with replay(tape):
