@@ -332,7 +332,7 @@ def stopped(rank, talks):
         x = torch.tanh(x)
         if talks:
             dist.all_reduce(torch.ones(1))
-        x = x + 1
+        x = x.cumsum(0)
         runs.append(1)
         return x
 
