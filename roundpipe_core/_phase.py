@@ -17,11 +17,11 @@ phase behind (R11). Between the last call of the block and the last statement Py
 from __future__ import annotations
 
 import enum
+import os
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from multiprocessing.util import register_after_fork
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 from ._backend import outside_keeps, outside_saves, without_gradient
@@ -259,9 +259,20 @@ class _Thread(threading.local):
 
 
 thread = _Thread()
-# A process that multiprocessing forks begins anew: it is no part of the layer, or the recording, that its parent is in.
-# One that a layer forks itself by os.fork goes on in the layer.
-register_after_fork(thread, lambda thread: setattr(thread, "run", None))
+
+
+def _forked() -> None:
+    """In the child of a fork. One that multiprocessing makes begins anew, outside of what its parent is in.
+
+    One that a layer makes itself, by os.fork, goes on in the layer.
+    """
+    multiprocessing: Any = sys.modules.get("multiprocessing.util")
+    if multiprocessing is not None:  # which runs this in its own children only
+        multiprocessing.register_after_fork(thread, lambda thread: setattr(thread, "run", None))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 _OFF = Run(Phase.OFF, Slot("a decision"))
 
 
