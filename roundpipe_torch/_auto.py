@@ -59,15 +59,17 @@ def _watched(decisions: Decisions, function: Callable[..., Any], /, *args: Any, 
     run.watch = decisions  # a _Watch from the first decision on
     before = _included(_KEY)
     try:
-        _include(_KEY, True)
-        result = function(*args, **kwargs)
-        if run.phase is Phase.RECOMPUTE and run.slot.entries:
-            _watch_of(run).ended(run)
-        return result
+        try:
+            _include(_KEY, True)
+            result = function(*args, **kwargs)
+            if run.phase is Phase.RECOMPUTE and run.slot.entries:
+                _watch_of(run).ended(run)
+            return result
+        finally:
+            run.watch = None
+            _include(_KEY, before)
     finally:
-        run.watch = None
-        if not before:
-            _include(_KEY, False)
+        _include(_KEY, before)  # once more: an interrupt may have cut the first short (R11)
 
 
 def _watch_of(run: Run) -> _Watch:

@@ -88,6 +88,23 @@ def test_an_error_at_any_line_comes_through_and_leaves_nothing(error: Any, tmp_p
     assert files_open() <= before
 
 
+def test_a_block_interrupted_at_any_line_is_closed() -> None:
+    def blocks() -> Any:
+        with record() as tape:
+            save_for_recompute(1)
+        with replay(tape):
+            return save_for_recompute(2)
+
+    for n in range(1, lines(blocks) + 1):
+        at = At(n)
+        try:
+            with at:
+                assert blocks() == (1,)
+        except KeyboardInterrupt as raised:
+            at.came_through(raised)
+        assert thread.run is None, f"line {n}"
+
+
 # Writers that end before their file does
 
 KILLED = """
