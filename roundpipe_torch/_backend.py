@@ -25,10 +25,13 @@ def without_gradient(function: Callable[[], Any]) -> Any:
     """`function()` under no_grad; without that context, in whose own code an interrupt can come (R11)."""
     before = torch.is_grad_enabled()
     try:
-        torch._C._set_grad_enabled(False)
-        return function()
+        try:
+            torch._C._set_grad_enabled(False)
+            return function()
+        finally:
+            torch._C._set_grad_enabled(before)
     finally:
-        torch._C._set_grad_enabled(before)
+        torch._C._set_grad_enabled(before)  # once more: an interrupt may have cut the first short
 
 
 class TorchBackend:
