@@ -132,7 +132,8 @@ path = Path(sys.argv[1]) / "a.tape"
 one, two = tape(1), tape(2)
 one.save(path)
 found = set()
-for n in some(lines(lambda: two.save(path)), 40, start=int(sys.argv[2])):
+count = lines(lambda: two.save(path))
+for n in (*some(count, 40, start=int(sys.argv[2])), count):  # in its last line it is in place
     one.save(path)
     child = os.fork()
     if not child:
