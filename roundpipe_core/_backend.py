@@ -98,7 +98,7 @@ class TapeGuard(Protocol):
         """The block begins; `replayed` are the arrays of its tape, None in a recording."""
 
     def end(self) -> None:
-        """It ends, also by an exception. Follows `begin`, if that did not raise."""
+        """It ends, also by an exception, maybe one in `begin`. May be called again, if it raised."""
 
     def deciding(self) -> AbstractContextManager[None]:
         """For the time of a `recompute_once` outside of regions."""
@@ -206,19 +206,20 @@ _by_type: dict[type, Backend | None] = {}
 
 def register_backend(backend: Frontend) -> None:
     """Make the arrays of `backend` known. Called once, when its frontend is imported."""
+    global _by_type
     _frontends.append(backend)
-    _by_type.clear()
+    _by_type = {}  # a new one: another thread may be about to note in the old one what it found before
 
 
 def backend_of(value: Any) -> Backend | None:
     """The backend whose array `value` is; None for plain Python values and opaque objects."""
-    kind = type(value)
+    kind, known_types = type(value), _by_type
     try:
-        return _by_type[kind]
+        return known_types[kind]
     except KeyError:
         found = next((known for known in (*_frontends, *_always) if known.owns(value)), None)
         if found or "numpy" in sys.modules or kind.__module__ == "builtins":
-            _by_type[kind] = found
+            known_types[kind] = found
         return found
 
 
@@ -274,6 +275,8 @@ def compare(layer: str, item: str, backend: Backend | None, stored: Any, value: 
 def _equal(one: Any, other: Any) -> bool:
     try:
         return type(one) is type(other) and (bool(one == other) or (one != one and other != other))
+    except MemoryError:
+        raise
     except Exception:  # an opaque object that cannot be compared: nothing is known against it
         return True
 

@@ -165,6 +165,8 @@ def _recognised(importer: Importer, value: Any) -> tuple[Producer, str, Any]:
         )
     try:
         view = importer.open(value)
+    except MemoryError:
+        raise
     except Exception as error:  # whatever a foreign library raises
         raise _refusal(importer, lambda: f"{_article(type(value).__name__)} of {library}")(
             (

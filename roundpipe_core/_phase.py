@@ -4,19 +4,20 @@ A *run* is one execution of a region's code: the forward, or a recompute of it. 
 innermost one on this thread. Whoever starts a run does it by hand::
 
     before = thread.run
-    thread.run = run
     try:
+        thread.run = run
         ...
     finally:
         thread.run = before
 
-and not through a context manager: between these statements Python delivers no signal, so that a keyboard
-interrupt cannot leave the phase behind (R11).
+and not through a context manager, in whose own code a signal can arrive: a keyboard interrupt must not leave the
+phase behind (R11). Between the last call of the block and the last statement Python delivers none.
 """
 
 from __future__ import annotations
 
 import enum
+import os
 import sys
 import threading
 from collections import Counter
@@ -25,7 +26,7 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 from ._backend import outside_keeps, outside_saves, without_gradient
 from ._errors import Flip, OptionError, PhaseError, SlotError, message
-from ._slots import NOTHING, Entry, Key, Place, Slot, label_of, where
+from ._slots import NOTHING, Entry, Key, Place, Slot, Taken, label_of, where
 
 __all__ = [
     "Phase",
@@ -71,7 +72,7 @@ class Run:
         self._seen: set[Key] = set()  # entries read by this run
         self._uncertain: set[Any] = set()
         self.watch: Any = None  # what a frontend notes of decisions that it makes this run keep
-        self.taken: set[Slot] = set()  # the regions of a tape that this run has replayed
+        self.taken = Taken()  # the regions of a tape that this run has replayed
 
     # What a frontend may know better
 
@@ -228,8 +229,8 @@ class Run:
 
     def _decide(self, function: Callable[[], T]) -> T:
         before = thread.run
-        thread.run = _OFF
         try:
+            thread.run = _OFF
             return self.without_gradient(function)
         finally:
             thread.run = before
@@ -258,6 +259,20 @@ class _Thread(threading.local):
 
 
 thread = _Thread()
+
+
+def _forked() -> None:
+    """In the child of a fork. One that multiprocessing makes begins anew, outside of what its parent is in.
+
+    One that a layer makes itself, by os.fork, goes on in the layer.
+    """
+    multiprocessing: Any = sys.modules.get("multiprocessing.util")
+    if multiprocessing is not None:  # which runs this in its own children only
+        multiprocessing.register_after_fork(thread, lambda thread: setattr(thread, "run", None))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 _OFF = Run(Phase.OFF, Slot("a decision"))
 
 
@@ -279,7 +294,7 @@ _traced: Traced
 def traced_by(is_traced: Callable[[], bool], functions: Traced) -> None:
     """Where `is_traced()`, let `functions` take over. Called once, by a frontend with such a compiler."""
     global _is_traced, _traced
-    _is_traced, _traced = is_traced, functions
+    _traced, _is_traced = functions, is_traced  # in this order: another thread may call them in between
 
 
 def open_slot(label: Any) -> tuple[Phase, Slot]:

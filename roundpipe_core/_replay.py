@@ -7,7 +7,9 @@ forward whose slot becomes a tape; a replay is a recompute whose slot was made f
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -16,7 +18,7 @@ from ._backend import TapeGuard, backend_of, expand, frontend, numpys, only_fron
 from ._errors import OptionError, PhaseError, TapeError, message
 from ._host import HostArray, kind_of
 from ._phase import Phase, Run, thread
-from ._slots import NOTHING, AutoLabel, Entry, Place, Slot, label_of, row_counts, spoken, where
+from ._slots import NOTHING, AutoLabel, Entry, Place, Slot, Taken, label_of, row_counts, spoken, where
 from ._tape import (
     ONCE,
     OUTSIDE,
@@ -38,28 +40,34 @@ __all__ = ["TapeRun", "TapedEntry", "TapedSlot", "numbered", "record", "replay"]
 T = TypeVar("T")
 
 
+_block: contextvars.ContextVar[TapeRun | None] = contextvars.ContextVar("block", default=None)
+"""The block that this task is in. A task inherits it from the one that began it."""
+
+
 class TapeRun(Run):
     """A recording or a replay. Saved outside of regions, data is kept in order: each save is the next."""
 
-    __slots__ = ("guards",)
+    __slots__ = ("guards", "spans_tasks")
 
-    def __init__(self, phase: Phase, slot: Slot, replayed: Sequence[Any] | None = None) -> None:
+    def __init__(self, phase: Phase, slot: Slot) -> None:
         super().__init__(phase, slot)
         self.repeats = False
         self.guards: list[TapeGuard] = []
-        try:
-            for make in tape_guards:
-                guard = make()
-                guard.begin(replayed)
-                self.guards.append(guard)
-        except BaseException:
-            self.end()
-            raise
+        self.spans_tasks = True  # no block that a task could leave open while it waits
+
+    def begin(self, replayed: Sequence[Any] | None) -> None:
+        """The block begins; `replayed` are the arrays of its tape. Whoever calls this calls `end`, if it raises too."""
+        for make in tape_guards:
+            self.guards.append(make())
+            self.guards[-1].begin(replayed)
 
     def end(self) -> None:
-        """The block is over."""
+        """The block is over. May be called again: an interrupt may have cut it short (R11)."""
+        if _block.get() is self:
+            _block.set(None)
         while self.guards:
-            self.guards.pop().end()
+            self.guards[-1].end()
+            self.guards.pop()
 
     def child(self, label: Any) -> Slot:
         self.check(f"layer {label_of(label)!r} runs", None)
@@ -89,8 +97,24 @@ class TapeRun(Run):
                 stack.enter_context(guard.deciding())
             return super()._decide(function)
 
+    def told(self) -> None:
+        self._refuse_in_another_task("doing_recompute() is asked", None)
+
+    def _refuse_in_another_task(self, doing: str, place: Place | None) -> None:
+        if self.spans_tasks or _block.get() is self:
+            return
+        raise PhaseError(
+            message(
+                f"{doing} in another task of this thread (asyncio) than began record() or replay().",
+                [("called at", where(place))] if place else [],
+                "let no other task run model code while the block is open: await nothing in it but tasks begun in it, "
+                "or run the others in threads of their own.",
+            )
+        )
+
     def check(self, doing: str, place: Place | None) -> None:
-        """Refuse that a layer meets the block here, if a frontend has a reason."""
+        """Refuse that a layer meets the block here: in another task, or if a frontend has a reason."""
+        self._refuse_in_another_task(doing, place)
         for guard in self.guards:
             guard.check(doing, place)
 
@@ -123,18 +147,40 @@ def numbered(name: str | None, count: int) -> str | None:
 class _Block:
     """What `record` and `replay` have in common: the run that this thread is in meanwhile."""
 
-    __slots__ = ("_run",)
+    __slots__ = ("_run", "_thread")
 
-    def _begin(self, run: TapeRun) -> None:
-        self._run: TapeRun | None = run
-        thread.run = run
+    def __init__(self) -> None:
+        self._run: TapeRun | None = None
+        self._thread = 0
+
+    def _begin(self, tape: Tape, phase: Phase, slot: Slot, replayed: Sequence[Any] | None = None) -> Tape:
+        self._run, self._thread = TapeRun(phase, slot), threading.get_ident()
+        try:
+            self._run.begin(replayed)
+            _block.set(self._run)
+            self._run.spans_tasks = False
+            thread.run = self._run  # last: from here on the block is open
+            return tape
+        except BaseException:
+            self._end()
+            raise
 
     def _end(self) -> TapeRun:
-        run, self._run = self._run, None
-        thread.run = None
+        run = self._run
         assert run is not None
-        run.end()
+        try:
+            thread.run = None
+            run.end()
+        except BaseException:  # an interrupt (R11)
+            thread.run = None
+            run.end()
+            raise
+        self._run = None
         return run
+
+    def __del__(self) -> None:
+        if getattr(self, "_run", None) is not None and self._thread == threading.get_ident():
+            self._end()  # an interrupt came as __exit__ was entered (R11)
 
 
 class record(_Block):  # noqa: N801 - used like a function
@@ -168,12 +214,12 @@ class record(_Block):  # noqa: N801 - used like a function
         slot.rows = frozenset()
         self._tape = Tape()
         self._tape.recording = True
-        self._begin(TapeRun(Phase.FORWARD, slot))
-        return self._tape
+        return self._begin(self._tape, Phase.FORWARD, slot)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> Literal[False]:
+        thread.run = None  # before any call, in which an interrupt could come (R11)
         run = self._end()
         self._tape.root, self._tape.recording = taken_from(run.slot), False
         return False
@@ -211,6 +257,7 @@ class replay(_Block):  # noqa: N801 - used like a function
     __slots__ = ("_below", "_tape")
 
     def __init__(self, tape: Tape, *, below: int | dict[str, int] | None = None) -> None:
+        super().__init__()
         if not isinstance(tape, Tape):
             raise OptionError(
                 message(
@@ -229,12 +276,12 @@ class replay(_Block):  # noqa: N801 - used like a function
                 raise unseen(layer, decision, decision.below)
             _check_below(layer, decision, self._below)
         slot = TapedSlot(self._tape.root, self._tape)
-        self._begin(TapeRun(Phase.RECOMPUTE, slot, self._tape.split()[0]))
-        return self._tape
+        return self._begin(self._tape, Phase.RECOMPUTE, slot, self._tape.split()[0])
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> Literal[False]:
+        thread.run = None  # before any call, in which an interrupt could come (R11)
         run = self._end()
         if kind is None:
             _check_all_replayed(run)
@@ -307,7 +354,7 @@ def _taped(slot: Slot) -> TapedSlot:
 class TapedSlot(Slot):
     """A slot that a tape has filled. Labels are those of another process, maybe of another framework."""
 
-    __slots__ = ("_by_order", "device", "region", "sequence", "tape")
+    __slots__ = ("_by_order", "_ordered", "device", "region", "sequence", "tape")
 
     def __init__(self, region: Region, tape: Tape) -> None:
         super().__init__(region.label if region.given else AutoLabel(region.label))
@@ -319,16 +366,18 @@ class TapedSlot(Slot):
             self.children.setdefault((inner.scope, inner.label), []).append(slot)
         for decision in region.decisions:
             self.entries[decision.key] = TapedEntry(self, decision)
+        self._ordered: dict[Scope, list[Slot]] = {}
         self._by_order: dict[Scope, list[str]] = {}
         for scope, name in list(self.entries):
             if name is not None and name.startswith(ONCE):
                 self._by_order.setdefault(scope, []).append(name)
 
-    def met(self, scope: Scope, label: Any, count: int, taken: set[Slot]) -> Slot:
+    def met(self, scope: Scope, label: Any, count: int, taken: Taken) -> Slot:
         chosen_by_user = isinstance(label, str) and not isinstance(label, AutoLabel)
         name = label if chosen_by_user else portable(label_of(label))
         alike = self.children.get((scope, name))
-        chosen = next((slot for slot in alike or self._in(scope) if slot not in taken), None)
+        which = (scope, name) if alike else (scope,)
+        chosen = taken.first_left(which, alike or self._in(scope))
         if chosen is None:
             raise self._missing(scope, name)
         if alike is None and chosen_by_user and chosen.given:
@@ -336,10 +385,12 @@ class TapedSlot(Slot):
         taken.add(chosen)
         return chosen
 
-    def _in(self, scope: Scope) -> Iterator[Slot]:
+    def _in(self, scope: Scope) -> list[Slot]:
         """The regions of a scope, in the order they ran."""
-        held = itertools.chain.from_iterable(slots for (at, _), slots in self.children.items() if at == scope)
-        return iter(sorted(held, key=lambda slot: slot.born))
+        if scope not in self._ordered:
+            held = itertools.chain.from_iterable(slots for (at, _), slots in self.children.items() if at == scope)
+            self._ordered[scope] = sorted(held, key=lambda slot: slot.born)
+        return self._ordered[scope]
 
     def child_name(self, label: str) -> str:
         return portable(label)

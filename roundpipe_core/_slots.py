@@ -11,14 +11,26 @@ import itertools
 import operator
 import types
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ._backend import Backend, backend_of, compare, expand, nbytes
 from ._errors import Flip, GradientError, SlotError, message
 from ._trees import Spec, flatten, paths, unflatten
 
-__all__ = ["NOTHING", "AutoLabel", "Entry", "Key", "Place", "Slot", "label_of", "row_counts", "spoken", "where"]
+__all__ = [
+    "NOTHING",
+    "AutoLabel",
+    "Entry",
+    "Key",
+    "Place",
+    "Slot",
+    "Taken",
+    "label_of",
+    "row_counts",
+    "spoken",
+    "where",
+]
 
 Key = tuple[tuple[str, ...], str | None]
 """The scopes that were open, outermost first, and the name (None: the unnamed save)."""
@@ -48,7 +60,7 @@ class Entry:
         except RecursionError:
             raise SlotError(
                 message(
-                    f"layer {layer!r}, {spoken(key)}: the data contains itself.",
+                    f"layer {layer!r}, {spoken(key)}: the data contains itself, or is nested too deep.",
                     [("saved at", where(place))],
                     "save the parts that the recompute needs, not the object that links them.",
                 )
@@ -145,7 +157,7 @@ class Slot:
         self.children.setdefault((scope, label_of(label)), []).append(slot)
         return slot
 
-    def met(self, scope: tuple[str, ...], label: Any, count: int, taken: set[Slot]) -> Slot:
+    def met(self, scope: tuple[str, ...], label: Any, count: int, taken: Taken) -> Slot:
         """The slot of a region that a later run starts inside this one, as the `count`th of its label."""
         known = self.children.get((scope, label_of(label)), ())
         return known[count] if count < len(known) else Slot(label, orphan=True)
@@ -214,6 +226,22 @@ class Slot:
             for slot in slots:
                 held += slot.places()
         return held
+
+
+class Taken(set[Slot]):
+    """The inner slots of a tape that one run has met."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._first: dict[Any, int] = {}
+
+    def first_left(self, which: Any, slots: Sequence[Slot]) -> Slot | None:
+        """The first of `slots` that is not among these. `which` names `slots`: they are not looked through again."""
+        n = self._first.get(which, 0)
+        while n < len(slots) and slots[n] in self:
+            n += 1
+        self._first[which] = n
+        return slots[n] if n < len(slots) else None
 
 
 _births = itertools.count()

@@ -169,6 +169,8 @@ def _json(value: Any) -> str:
 def _bytes_of(stored: _Stored) -> memoryview:
     try:
         host = to_host(stored.leaf)
+    except MemoryError:
+        raise
     except Exception as error:  # whatever a framework raises for arrays that have no values here
         raise _not_held(
             stored.where,

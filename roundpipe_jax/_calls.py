@@ -35,6 +35,7 @@ from ._jax import (
     is_about_effects,
     is_about_forward_mode,
     is_float,
+    is_out_of_memory,
     is_remat3,
     is_tracer,
     jax_checkpoint,
@@ -296,7 +297,9 @@ class Call:
         if self.options.mode != "custom_vjp" and hinted("tags", self.layer.kind):
             try:
                 return self._tagged(slot)
-            except Exception:  # another function with the same code; if it is not, the error comes again
+            except Exception as error:  # another function with the same code; if it is not, the error comes again
+                if is_out_of_memory(error):
+                    raise
                 hint("tags", self.layer.kind, holds=False)
         try:
             return self._staged(slot) if any(map(is_abstract, self.arrays)) else self._at_once(slot)

@@ -107,12 +107,13 @@ def explain(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     Implements R12.
     """
-    before = _thread.notes
-    notes = _thread.notes = []
+    before = _thread.notes, _thread.repeats
+    notes: list[_Note] = []
     try:
+        _thread.notes, _thread.repeats = notes, []  # whatever an interrupted trace has left there
         jax.eval_shape(fun, *args, **kwargs)
     finally:
-        _thread.notes = before
+        _thread.notes, _thread.repeats = before
     costs: dict[Any, LayerCost] = {}
     for found in notes:
         cost = found.cost()

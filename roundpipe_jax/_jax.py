@@ -29,6 +29,7 @@ __all__ = [
     "is_io",
     "is_numpy",
     "is_on_host",
+    "is_out_of_memory",
     "is_remat3",
     "is_running",
     "is_tracer",
@@ -248,6 +249,13 @@ def is_custom_vjp(eqn: JaxprEqn) -> bool:
     """Whether an operation is a call of a function with a `custom_vjp` rule."""
     held: Any = eqn.params.get("_prim")  # under JAX_CUSTOM_VJP3
     return eqn.primitive.name.startswith("custom_vjp_call") or type(held).__name__.startswith("CustomVJP")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out, of the device or of the host."""
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
 def is_about_effects(error: Exception) -> bool:

@@ -301,13 +301,16 @@ def execute(run: JaxRun, call: Callable[[], T]) -> T:
     """`call()` as the code of `run` (R1, R11)."""
     # Code that ran on values may have asked for its phase in a jitted function and have an answer. A trace for later
     # has to learn that it was asked, and so does not share JAX's cache with it.
-    with traced_for((run.phase, object() if run.fresh else run.on_values)):
-        before = thread.run
-        thread.run = run
-        try:
+    before, outside = thread.run, traced_for(traced_for.value)
+    try:
+        with traced_for((run.phase, object() if run.fresh else run.on_values)):
+            thread.run = run
             return call()
-        finally:
-            thread.run = before
+    except BaseException:  # an interrupt can come while the context is entered or left
+        outside.__enter__()
+        raise
+    finally:
+        thread.run = before
 
 
 def is_abstract(value: Any) -> bool:

@@ -65,7 +65,7 @@ class _Recorded(Stack):
     def layer(self, call: Callable[[], Any], arrays: Sequence[Any]) -> tuple[Any, list[Any]]:
         slot = Slot(OUTSIDE)
         slot.rows = frozenset()
-        result = _inside(StackRun(Phase.FORWARD, slot), self.run.scope, call)
+        result = _inside(StackRun(Phase.FORWARD, slot), None, self.run.scope, call)
         saved: list[Any] = []
         self.template = Template(slot, saved)
         return result, saved
@@ -99,8 +99,8 @@ class _Replayed(Stack):
         tape = Tape(Region(OUTSIDE, given=False))
         tape.root.regions = [region]
         region.scope = self.run.scope
-        run = StackRun(Phase.RECOMPUTE, TapedSlot(tape.root, tape), arrays)
-        result = _inside(run, self.run.scope, call)
+        run = StackRun(Phase.RECOMPUTE, TapedSlot(tape.root, tape))
+        result = _inside(run, arrays, self.run.scope, call)
         [slot] = run.slot.sequence  # type: ignore[attr-defined]
         self.reads = reads(slot)
         numbers = {id(array): n for n, array in enumerate(arrays)}
@@ -114,11 +114,12 @@ class _Replayed(Stack):
                 layer.narrow(n, dtype)
 
 
-def _inside(run: TapeRun, scope: tuple[str, ...], call: Callable[[], Any]) -> Any:
+def _inside(run: TapeRun, replayed: Sequence[Any] | None, scope: tuple[str, ...], call: Callable[[], Any]) -> Any:
     run.scope = scope
     before = thread.run
-    thread.run = run
     try:
+        run.begin(replayed)
+        thread.run = run
         return call()
     finally:
         thread.run = before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import jax
@@ -33,8 +33,8 @@ class StackRun(TapeRun):
 
     __slots__ = ("narrowed",)
 
-    def __init__(self, phase: Phase, slot: Slot, replayed: Sequence[Any] | None = None) -> None:
-        super().__init__(phase, slot, replayed)
+    def __init__(self, phase: Phase, slot: Slot) -> None:
+        super().__init__(phase, slot)
         self.narrowed: list[tuple[Any, Any]] = []  # see `JaxRun`
 
 

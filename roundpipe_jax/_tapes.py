@@ -71,17 +71,20 @@ def _not_movable(tape: Tape, wanted: Any, error: Exception) -> TapeError:
 class Guard:
     """One recording or replay."""
 
+    _outside: Any = None  # a context in which functions are traced as they were before
+
     def begin(self, replayed: Sequence[Any] | None) -> None:
         self.replaying = replayed is not None
         if replayed and not is_running() and not all(map(is_tracer, replayed)):
             raise _baked_in()
         self.home = trace_state()
         # A function that was jitted outside of the block is traced anew inside: then its layers are met here.
-        self._traced_for = traced_for("replay" if self.replaying else "record")
-        self._traced_for.__enter__()
+        self._outside = traced_for(traced_for.value)
+        traced_for("replay" if self.replaying else "record").__enter__()
 
     def end(self) -> None:
-        self._traced_for.__exit__(None, None, None)
+        if self._outside is not None:
+            self._outside.__enter__()
 
     def deciding(self) -> AbstractContextManager[None]:
         context: AbstractContextManager[None] = traced_for(Phase.OFF)

@@ -16,7 +16,7 @@ from roundpipe_core._slots import spoken
 from roundpipe_core._trees import paths
 
 from ._backend import JaxArrays, as_numpy
-from ._jax import concrete_value, is_tracer, optimization_barrier
+from ._jax import concrete_value, is_out_of_memory, is_tracer, optimization_barrier
 from ._packing import Split, Template
 from ._runs import is_abstract, stop_gradients
 from ._staging import stage
@@ -58,6 +58,8 @@ def verified(
             others, decided, held = function(*values)
             held = held.value
     except Exception as error:  # the flipped decision may not even fit the code
+        if is_out_of_memory(error):
+            raise
         _report(layer, how, [Flip(layer, f"a plain recompute fails ({type(error).__name__}: {error})", 1, 1, 0)])
         return
     names = [*_items(template), *(f"output {n}" for n in range(len(outputs)))]

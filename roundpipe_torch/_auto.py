@@ -59,16 +59,18 @@ def _watched(decisions: Decisions, function: Callable[..., Any], /, *args: Any, 
         return function(*args, **kwargs)
     run.watch = decisions  # a _Watch from the first decision on
     before = _included(_KEY)
-    _include(_KEY, True)
     try:
-        result = function(*args, **kwargs)
-        if run.phase is Phase.RECOMPUTE and run.slot.entries:
-            _watch_of(run).ended(run)
-        return result
+        try:
+            _include(_KEY, True)
+            result = function(*args, **kwargs)
+            if run.phase is Phase.RECOMPUTE and run.slot.entries:
+                _watch_of(run).ended(run)
+            return result
+        finally:
+            run.watch = None
+            _include(_KEY, before)
     finally:
-        run.watch = None
-        if not before:
-            _include(_KEY, False)
+        _include(_KEY, before)  # once more: an interrupt may have cut the first short (R11)
 
 
 def _watch_of(run: Run) -> _Watch:
@@ -310,8 +312,8 @@ def _kernel(op: _Operation, how: Callable[..., Any], built_in: bool) -> Callable
     makes = not any("Tensor" in str(given.type) for given in op._schema.arguments)  # torch.randn: always below
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        _include(_KEY, False)  # what is done in here is no decision of its own
         try:
+            _include(_KEY, False)  # what is done in here is no decision of its own
             watch = _active() if makes or not _excluded(_BELOW) else None
             if watch is None or not (built_in or op._schema.name in watch.decisions.operations):
                 return op(*args, **kwargs)
@@ -367,8 +369,8 @@ def _call(watched: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, 
         return function(*args, **kwargs)
 
     def decide() -> Any:
-        _include(_KEY, False)
         try:
+            _include(_KEY, False)
             return function(*args, **kwargs)
         finally:
             _include(_KEY, True)
@@ -397,8 +399,8 @@ def _toss(tensor: torch.Tensor, p: Any = 0.5, *, generator: torch.Generator | No
     watch = None if generator is None or isinstance(p, torch.Tensor) else _active()
     if watch is None:
         return _bernoulli_(tensor, p, generator=generator)
-    _include(_KEY, False)
     try:
+        _include(_KEY, False)
         return _draw(watch, torch.ops.aten.bernoulli_.float, (tensor, p), {"generator": generator})
     finally:
         _include(_KEY, True)
@@ -417,13 +419,15 @@ def _install(decisions: Decisions) -> None:
     if decisions.operations in _installed:
         return
     with _lock:
-        if not _registered:
+        if "_" not in _registered:
             _library("_").fallback(torch.library.fallthrough_kernel)  # type: ignore[no-untyped-call]
+            _registered.add("_")
+        if not watcher:
             for op, kind in built_in():
                 _register(op, _HOW[kind], built_in=True)
             torch.Tensor.tolist = _list  # type: ignore[method-assign,assignment]
             torch.Tensor.bernoulli_ = _toss  # type: ignore[method-assign,assignment]
-            watcher.append(_call)
+            watcher.append(_call)  # last: an interrupt before that leaves the rest to the next call
         for op in decisions.overloads():
             _register(op, _composite if is_composite(op) else _result, built_in=False)
         _installed.add(decisions.operations)
@@ -432,8 +436,8 @@ def _install(decisions: Decisions) -> None:
 def _register(op: _Operation, how: Callable[..., Any], built_in: bool) -> None:
     name = name_of(op)
     if name not in _registered:
-        _registered.add(name)
         _library(op.namespace).impl(op, _kernel(op, how, built_in))  # type: ignore[no-untyped-call]
+        _registered.add(name)
 
 
 def _library(namespace: str) -> torch.library.Library:

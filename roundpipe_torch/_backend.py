@@ -18,7 +18,20 @@ from roundpipe_core._host import HostArray
 from roundpipe_core._replay import TapedSlot
 from roundpipe_core._trees import flatten, unflatten
 
-__all__ = ["TorchBackend", "adopted"]
+__all__ = ["TorchBackend", "adopted", "without_gradient"]
+
+
+def without_gradient(function: Callable[[], Any]) -> Any:
+    """`function()` under no_grad; without that context, in whose own code an interrupt can come (R11)."""
+    before = torch.is_grad_enabled()
+    try:
+        try:
+            torch._C._set_grad_enabled(False)
+            return function()
+        finally:
+            torch._C._set_grad_enabled(before)
+    finally:
+        torch._C._set_grad_enabled(before)  # once more: an interrupt may have cut the first short
 
 
 class TorchBackend:
@@ -68,8 +81,7 @@ class TorchBackend:
         return differing_rows(stored, array)
 
     def without_gradient(self, function: Callable[[], Any]) -> Any:
-        with torch.no_grad():
-            return function()
+        return without_gradient(function)
 
     def described(self, array: torch.Tensor) -> tuple[str, tuple[int, ...]]:
         return str(array.dtype).removeprefix("torch."), tuple(array.shape)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
@@ -29,16 +29,33 @@ from ._views import version_of
 
 __all__ = ["Buffers", "Moved", "copies", "not_misled"]
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 _SMALL = 1 << 16
 """Bytes up to which a buffer is copied before each forward and for each recompute: not every write can be seen."""
 
-_changing: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[str, bool], bool]] = weakref.WeakKeyDictionary()
+
+class _Notes(Generic[K]):
+    """What is known of each module's buffers, while it lives. By identity: modules may be equal, or not comparable."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[weakref.ref[torch.nn.Module], dict[K, bool]]] = {}
+
+    def of(self, module: torch.nn.Module) -> dict[K, bool]:
+        """To be read and written."""
+        key = id(module)
+        held = self._held.get(key)
+        if held is None:
+            found = weakref.ref(module, lambda _: self._held.pop(key, None))
+            held = self._held.setdefault(key, (found, {}))  # another thread may have been here meanwhile
+        return held[1]
+
+
+_changing: _Notes[tuple[str, bool]] = _Notes()
 """Of larger buffers: whether a forward has ever changed them, in training (True) and in evaluation (False)."""
 
-
-_repeating: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, bool]] = weakref.WeakKeyDictionary()
+_repeating: _Notes[str] = _Notes()
 """Of buffers that a forward changed: whether a recompute of a layer that asks for its phase does so too."""
 
 Moved = tuple[torch.nn.Module, str, torch.Tensor]
@@ -59,7 +76,7 @@ class _Buffer:
         if isinstance(module, _NormBase):
             return  # what it gives does not depend on them in training, and does not change them in evaluation
         self.version = version_of(tensor)
-        if tensor.nbytes <= _SMALL or _changing.get(module, {}).get((name, module.training), True):
+        if tensor.nbytes <= _SMALL or _changing.of(module).get((name, module.training), True):
             self.before = tensor.detach().clone()
 
     def moved(self) -> torch.Tensor | None:
@@ -86,7 +103,7 @@ class _Buffer:
         changed = self.seen = version_of(self.tensor) != self.version
         if self.tensor.nbytes <= _SMALL:
             return True
-        known, what = _changing.setdefault(self.module, {}), (self.name, self.module.training)
+        known, what = _changing.of(self.module), (self.name, self.module.training)
         known[what] = changed or known.get(what, False)
         return changed
 
@@ -104,12 +121,12 @@ class _Buffer:
 class Buffers:
     """The buffers that a region's forward can reach; once it is over, those that it may have changed."""
 
-    __slots__ = ("_changed", "_swapped", "_watched", "misled")
+    __slots__ = ("_changed", "_watched", "misled", "replaced")
 
     def __init__(self, watched: list[_Buffer]) -> None:
         self._watched = watched
         self._changed: list[_Buffer] = []
-        self._swapped: set[tuple[int, str]] = set()
+        self.replaced: list[tuple[torch.nn.Module, str, Any]] = []  # what was where a copy is now
         self.misled = False  # whether the last recompute began with values that it should not have had
 
     @classmethod
@@ -132,13 +149,21 @@ class Buffers:
 
     def set(self, moved: Iterable[Moved], told: bool) -> None:
         """Give the copies these values, as far as they began with those of then."""
+        swapped = {(id(module), name) for module, name, _ in self.replaced}
         for module, name, value in moved:
-            if (id(module), name) in self._swapped and _as_before(module, name, told):
+            if (id(module), name) in swapped and _as_before(module, name, told):
                 module._buffers[name] = value.clone()
+
+    def put_back(self, count: int) -> None:
+        """Take out the copies but for the first `count`. May be called again: an interrupt may have cut it short."""
+        while len(self.replaced) > count:
+            module, name, before = self.replaced[-1]
+            module._buffers[name] = before
+            self.replaced.pop()
 
     def new(self) -> bool:
         """Whether a layer that asks for its phase has changed one of which it is not known what a recompute does."""
-        return any(buffer.seen and buffer.name not in _repeating.get(buffer.module, ()) for buffer in self._changed)
+        return any(buffer.seen and buffer.name not in _repeating.of(buffer.module) for buffer in self._changed)
 
     @contextlib.contextmanager
     def copies(self, layer: str, told: bool) -> Iterator[None]:
@@ -161,7 +186,7 @@ class Buffers:
     @contextlib.contextmanager
     def _swap(self, layer: str, told: bool) -> Iterator[list[tuple[_Buffer, torch.Tensor, int]]]:
         put_in: list[tuple[_Buffer, torch.Tensor, int]] = []
-        put_back = []
+        count = len(self.replaced)
         # A layer that differentiates inside itself is recomputed before its forward is over.
         changed = self._changed or [buffer for buffer in self._watched if buffer.settle()]
         try:
@@ -170,19 +195,16 @@ class Buffers:
                     now = buffer.module._buffers[buffer.name]
                     copy = buffer.copy(layer, _as_before(buffer.module, buffer.name, told))
                     put_in.append((buffer, copy, version_of(copy)))
-                    put_back.append((buffer, now))
+                    self.replaced.append((buffer.module, buffer.name, now))
                     buffer.module._buffers[buffer.name] = copy
-            self._swapped = {(id(buffer.module), buffer.name) for buffer, _ in put_back}
             yield put_in
         finally:
-            self._swapped = set()
-            for buffer, now in put_back:
-                buffer.module._buffers[buffer.name] = now
+            self.put_back(count)
 
     def _learn(self, put_in: list[tuple[_Buffer, torch.Tensor, int]], told: bool, whole: bool) -> None:
         """Note which buffers a recompute has changed, a `whole` one or the begin of one."""
         for buffer, copy, version in put_in if told else ():
-            known = _repeating.setdefault(buffer.module, {})
+            known = _repeating.of(buffer.module)
             if not buffer.seen or known.get(buffer.name):
                 continue
             changes = buffer.module._buffers.get(buffer.name) is not copy or version_of(copy) != version
@@ -194,7 +216,7 @@ class Buffers:
 
 def _as_before(module: torch.nn.Module, name: str, told: bool) -> bool:
     """Whether a recompute changes this buffer as its forward did, so that it has to begin with the value of then."""
-    return not told or _repeating.get(module, {}).get(name, False)
+    return not told or _repeating.of(module).get(name, False)
 
 
 _NO_CONTEXT = contextlib.nullcontext()

@@ -18,6 +18,7 @@ from roundpipe_core._slots import Slot, label_of
 
 from . import _compile
 from ._auto import watching
+from ._before import Before
 from ._decisions import as_decisions
 from ._errors import wrong_option
 from ._frames import Frame, Options, TorchRun
@@ -169,12 +170,17 @@ def run_region(
     function = watching(function, options.auto, outer)
     if slot.rows is not None:
         line_up(slot, args, kwargs)
-    if not tracked or phase is Phase.AUDIT:
-        outputs = _run_untracked(function, args, kwargs, phase, slot, options)
-    elif use_reentrant:
-        outputs = reentrant(function, args, kwargs, phase, slot, options)
-    else:
-        outputs = Frame(function, args, kwargs, slot, options).forward(phase, args, kwargs)
+    before = Before()
+    try:
+        if not tracked or phase is Phase.AUDIT:
+            outputs = _run_untracked(function, args, kwargs, phase, slot, options)
+        elif use_reentrant:
+            outputs = reentrant(function, args, kwargs, phase, slot, options)
+        else:
+            outputs = Frame(function, args, kwargs, slot, options).forward(phase, args, kwargs)
+    except BaseException:
+        before.restore()
+        raise
     if outer is not None:
         outer.consulted()  # inside, the phases may have run different code
     return outputs
@@ -192,8 +198,8 @@ def _run_untracked(
     generators = Generators(generators_of(function, (*args, *kwargs.values()))) if options.preserve_rng_state else None
     outer = thread.run
     run = TorchRun(phase, slot, None, generators, outer)
-    thread.run = run
     try:
+        thread.run = run
         with contextlib.nullcontext() if options.contexts is None else options.contexts[phase is Phase.RECOMPUTE]:
             return function(*args, **kwargs)
     finally:

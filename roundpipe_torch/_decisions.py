@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 import functools
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -189,6 +190,8 @@ def _operation(item: Any) -> str | None:
 # Functions: replaced, wherever a module refers to them, by one that looks whether a region watches
 
 _watched: dict[Any, Any] = {}
+_placed: set[Any] = set()
+_patching = threading.RLock()
 watcher: list[Callable[..., Any]] = []
 """What a watched function calls, with itself, the function, and its arguments."""
 
@@ -202,22 +205,34 @@ def _home(function: Any) -> Any:
     for owner in owners:
         home = vars(home).get(owner) if home is not None else None
     found = vars(home).get(name) if home is not None else None
-    return home if found is not None and found is _watched.get(function, function) else None
+    stands = _watched.get(function, function)
+    return home if found is not None and (found is stands or (found is function and stands not in _placed)) else None
 
 
 def patch(function: Any) -> Any:
     """Let a function ask, each time it is called, whether a region watches it. Gives what stands in its place."""
-    if function in _watched:
-        return _watched[function]
+    with _patching:
+        watched = _watched.get(function)
+        if watched is None:
+            watched = _watching(function)
+            _watched[function] = _watched[watched] = watched
+        if watched not in _placed:  # if it is not new, an interrupt has cut that short
+            _place(watched.__wrapped__, watched)
+            _placed.add(watched)
+        return watched
 
+
+def _watching(function: Any) -> Any:
     @functools.wraps(function)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        return watcher[0](watched, function, args, kwargs)
+        return watcher[0](watched, function, args, kwargs) if watcher else function(*args, **kwargs)
 
+    return watched
+
+
+def _place(function: Any, watched: Any) -> None:
     setattr(_home(function), function.__name__, watched)
     for module in list(sys.modules.values()):
         if isinstance(module, types.ModuleType):
             for name in [name for name, value in list(vars(module).items()) if value is function]:
                 setattr(module, name, watched)
-    _watched[function] = _watched[watched] = watched
-    return watched

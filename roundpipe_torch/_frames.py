@@ -24,7 +24,8 @@ from roundpipe_core._replay import TapedSlot
 from roundpipe_core._slots import NOTHING, Entry, Key, Place, Slot
 from roundpipe_core._trees import flatten
 
-from ._backend import adopted
+from ._backend import adopted, without_gradient
+from ._before import Before
 from ._buffers import Buffers, Moved, copies, not_misled
 from ._decisions import Decisions
 from ._errors import (
@@ -211,8 +212,7 @@ class TorchRun(Run):
         return adopted(self.slot, leaf, like) if isinstance(self.slot, TapedSlot) else leaf
 
     def without_gradient(self, function: Callable[[], Any]) -> Any:
-        with torch.no_grad():
-            return function()
+        return without_gradient(function)
 
 
 def is_told(run: Run | None) -> bool:
@@ -301,8 +301,8 @@ class Frame:
         outputs: Any = _NOTHING
         try:
             with self._options.context(0), saved_tensors_hooks(self._pack, _unpack):
-                thread.run = run
                 try:
+                    thread.run = run
                     outputs = self._function(*args, **kwargs)
                 finally:
                     thread.run = outer
@@ -376,16 +376,22 @@ class Frame:
         return [n for n in self.needed() if (holder := self.trace.refs[n]()) is not None and holder.value is None]
 
     def _recompute(self, asked: Holder | None) -> _Recompute:
+        before = Before(self._generators, self._buffers)
+
         def attempt(watch: DrawWatch | None) -> tuple[_Recompute, bool]:
             recompute = _Recompute(self, asked)
-            return recompute, recompute.run(watch)
+            return recompute, recompute.run(watch, before.numbers)
 
         def led(watch: DrawWatch | None) -> tuple[_Recompute, bool]:
             return not_misled(self._buffers, lambda: attempt(watch))
 
         if self.talks:
             self._arrived, self._vain = torch._C._current_graph_task_id(), None
-        recompute, drew = replayed(attempt if self._buffers is None else led, self._crowded)
+        try:
+            recompute, drew = replayed(attempt if self._buffers is None else led, self._crowded)
+        except BaseException:
+            before.restore()
+            raise
         if self.talks and (lacking := self.lacking()):
             self._vain = lacking, recompute.trace
         if drew:
@@ -489,8 +495,11 @@ class _Recompute:
         if frame.stop_at >= 0 and not frame.learns():
             self._stop_segment, self._stop_offset = frame.trace.position(frame.stop_at)
 
-    def run(self, watch: DrawWatch | None) -> bool:
-        """Recompute, and fill the frame's holders. Returns whether another thread was inside a region meanwhile."""
+    def run(self, watch: DrawWatch | None, numbers: list[torch.Tensor]) -> bool:
+        """Recompute, and fill the frame's holders. Returns whether another thread was inside a region meanwhile.
+
+        Afterwards the generators go on from `numbers`.
+        """
         frame = self.frame
         options, generators = frame._options, frame._generators
         outer, nodes = thread.run, node_count()
@@ -499,7 +508,6 @@ class _Recompute:
         if frame._parcel is not None:
             frame._parcel.arrive()
         args, kwargs = frame.inputs()
-        kept = generators.now() if generators else []
         visit, tracked = Visit(generators), torch.is_grad_enabled()
         run = TorchRun(Phase.RECOMPUTE, frame.slot, self.trace, generators)
         try:
@@ -513,8 +521,8 @@ class _Recompute:
                 buffers = copies(frame._buffers, frame.slot, run.knowing)
                 hooks = saved_tensors_hooks(self._pack, _unpack_recomputed)
                 with options.context(1), buffers, hooks, watch or _NO_CONTEXT:
-                    thread.run = run
                     try:
+                        thread.run = run
                         outputs = frame._function(*args, **kwargs)
                     finally:
                         thread.run = outer
@@ -529,7 +537,7 @@ class _Recompute:
             crowded = visit.end()
             self.drew = self.relaid >= 0 and run.drew()
             if generators:
-                generators.set(kept)
+                generators.set(numbers)
             if around is not None:  # the nodes of this recompute, and of one around it, are not its own
                 around.skip(base + node_count() - nodes - around.base)
         return crowded

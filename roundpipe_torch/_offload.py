@@ -187,16 +187,18 @@ class Shipped:
     __slots__ = ("__weakref__", "_away", "_back", "_mover", "_probe", "_usage", "_version", "nbytes", "shape")
 
     def __init__(self, tensor: torch.Tensor, mover: Mover, usage: _Usage, private: bool) -> None:
-        self.nbytes, self.shape = tensor.nbytes, tensor.shape
-        self._mover, self._usage = mover, usage
-        usage.bytes += self.nbytes
+        self._mover, self._usage, self.nbytes = mover, usage, 0
+        self.shape, size = tensor.shape, tensor.nbytes
+        usage.bytes += size
+        self.nbytes = size
         self._away = mover.away(tensor)
         self._back: Any = None
         self._probe = None if private or tensor.is_inference() else _probe(tensor)
         self._version = 0 if self._probe is None else self._probe._version
 
     def __del__(self) -> None:
-        self._usage.bytes -= self.nbytes
+        if hasattr(self, "nbytes"):  # an interrupt may have come before there was any
+            self._usage.bytes -= self.nbytes
 
     place = "cpu"
 

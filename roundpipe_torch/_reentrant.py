@@ -22,6 +22,7 @@ from roundpipe_core._phase import Phase, thread
 from roundpipe_core._slots import Slot
 from roundpipe_core._trees import Spec, flatten, unflatten
 
+from ._before import Before
 from ._buffers import Buffers, copies, not_misled
 from ._errors import (
     drawn_in_a_crowd,
@@ -130,17 +131,25 @@ class _Region:
         """The leaves of the outputs of a recompute."""
         if step_is_over(modules_of(self.function, self.leaves)):
             raise sharded_inside(self.slot.label)
-        leaves, drew = replayed(partial(self._led, tensors), self.crowded)
+        before = Before(self.generators, self.buffers)
+        try:
+            leaves, drew = replayed(partial(self._led, tensors, before.numbers), self.crowded)
+        except BaseException:
+            before.restore()
+            raise
         if drew:
             raise drawn_in_a_crowd(self.slot.label)
         return leaves
 
-    def _led(self, tensors: tuple[torch.Tensor, ...], watch: DrawWatch | None) -> tuple[list[Any], bool]:
-        return not_misled(self.buffers, lambda: self._replay(tensors, watch))
+    def _led(
+        self, tensors: tuple[torch.Tensor, ...], numbers: list[torch.Tensor], watch: DrawWatch | None
+    ) -> tuple[list[Any], bool]:
+        return not_misled(self.buffers, lambda: self._replay(tensors, numbers, watch))
 
-    def _replay(self, tensors: tuple[torch.Tensor, ...], watch: DrawWatch | None) -> tuple[list[Any], bool]:
+    def _replay(
+        self, tensors: tuple[torch.Tensor, ...], numbers: list[torch.Tensor], watch: DrawWatch | None
+    ) -> tuple[list[Any], bool]:
         generators, trace = self.generators, Trace(False, self.located)
-        kept = generators.now() if generators else []
         visit = Visit(generators)
         run = TorchRun(Phase.RECOMPUTE, self.slot, trace, generators)
         run.own_graph = True
@@ -160,15 +169,15 @@ class _Region:
         finally:
             crowded = visit.end()
             if generators:
-                generators.set(kept)
+                generators.set(numbers)
         return leaves, crowded
 
     def _run(self, run: TorchRun, tensors: tuple[torch.Tensor, ...]) -> list[Any]:
         given = iter(tensors)
         args, kwargs = unflatten(self.spec, (next(given) if leaf is _TENSOR else leaf for leaf in self.leaves))
         outer = thread.run
-        thread.run = run
         try:
+            thread.run = run
             outputs = self.function(*args, **kwargs)
         finally:
             thread.run = outer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import os
 import sys
 import threading
 import types
@@ -98,6 +99,16 @@ class Visit:
             self._meeting = Visit._meetings
 
     @staticmethod
+    def inside() -> bool:
+        """Whether this thread is inside now."""
+        return threading.get_ident() in Visit._inside
+
+    @staticmethod
+    def leave() -> None:
+        """This thread is inside no more."""
+        Visit._inside.discard(threading.get_ident())
+
+    @staticmethod
     def others() -> bool:
         """Whether another thread is inside now."""
         return bool(Visit._inside - {threading.get_ident()})
@@ -109,6 +120,15 @@ class Visit:
         if not self._nested:
             Visit._inside.discard(threading.get_ident())
         return self._crowded or self._meeting != Visit._meetings
+
+    @staticmethod
+    def forked() -> None:
+        """In the child of a fork, where the other threads are no more."""
+        Visit._inside.intersection_update({threading.get_ident()})
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=Visit.forked)
 
 
 class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]

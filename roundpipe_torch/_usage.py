@@ -19,9 +19,9 @@ from roundpipe_core._slots import Slot
 from ._inputs import tensors_in
 from ._offload import Here, Parcel
 
-__all__ = ["LayerUsage", "Usage", "found", "held", "usage"]
+__all__ = ["OUT_OF_MEMORY", "LayerUsage", "Usage", "found", "held", "usage"]
 
-_OUT_OF_MEMORY: tuple[type[BaseException], ...] = (torch.OutOfMemoryError, MemoryError)
+OUT_OF_MEMORY: tuple[type[BaseException], ...] = (torch.OutOfMemoryError, MemoryError)
 _HEAD = ("layer", "calls", "alive", "inputs", "slot", "kept", "on the host", "decisions", "flips")
 
 
@@ -182,7 +182,7 @@ class usage:  # noqa: N801 - used like a function
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> Literal[False]:
         _watching.remove(self._usage)
-        if isinstance(error, _OUT_OF_MEMORY):
+        if isinstance(error, OUT_OF_MEMORY):
             error.add_note(f"Held by checkpointed layers:\n{self._usage}")
         return False
 
@@ -193,7 +193,7 @@ def held(slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any], parcel: Parc
         return
     tensors = [tensor for tensor in tensors_in(args, kwargs) if not isinstance(tensor, torch.nn.Parameter)]
     inputs = sum({here.memory: here.nbytes for here in map(Here, tensors)}.values())
-    for watching in _watching:
+    for watching in tuple(_watching):  # another thread may end one of them meanwhile
         watching._took(slot, inputs, 0 if parcel is None else parcel.nbytes())
 
 
@@ -201,5 +201,5 @@ def found(flips: Iterable[Flip], label: str) -> None:
     """`verify` found these in a region of this label."""
     if _watching:
         count = len(tuple(flips))
-        for watching in _watching:
+        for watching in tuple(_watching):
             watching._flipped(label, count)

@@ -17,7 +17,7 @@ from roundpipe_core._trees import flatten, paths
 
 from ._backend import differing_rows
 from ._state import Generators
-from ._usage import found
+from ._usage import OUT_OF_MEMORY, found
 
 __all__ = ["Audit"]
 
@@ -50,11 +50,13 @@ class Audit:
         failed: list[Flip] = []
         try:
             with saved_tensors_hooks(_drop, _refuse):
-                thread.run = run
                 try:
+                    thread.run = run
                     function(*args, **kwargs)
                 finally:
                     thread.run = outer
+        except OUT_OF_MEMORY:
+            raise
         except Exception as error:  # the flipped decision may not even fit the code
             failed.append(Flip(slot.label, f"a plain recompute fails ({type(error).__name__}: {error})", 1, 1, 0))
         self.flips = [*run.flips, *failed]

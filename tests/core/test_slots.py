@@ -310,7 +310,9 @@ def test_a_region_of_the_recompute_alone() -> None:
 def test_data_that_contains_itself() -> None:
     ring: list = [1]
     ring.append(ring)
-    with pytest.raises(SlotError, match=r"layer 'moe', the unnamed slot: the data contains itself"):
+    with pytest.raises(
+        SlotError, match=r"layer 'moe', the unnamed slot: the data contains itself, or is nested too deep"
+    ):
         run(Phase.FORWARD, Slot("moe"), lambda: save_for_recompute(ring))
 
 

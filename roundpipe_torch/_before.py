@@ -1,0 +1,56 @@
+"""What a region finds on its thread, and leaves as it was, whatever ends it (R11).
+
+Contexts and `finally` do so on the way out. But a keyboard interrupt, or the error that another signal's handler
+raises, can come in the midst of that: while a context is entered or left, nobody answers for it. One comes at a time.
+So whoever runs a region looks once more where anything was raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from roundpipe_core._phase import thread
+
+from ._buffers import Buffers
+from ._state import Generators, Visit
+
+__all__ = ["Before"]
+
+_Hooks = tuple[Callable[..., Any], Callable[..., Any]]
+_innermost: Callable[[bool], _Hooks | None] = torch._C._autograd._top_saved_tensors_default_hooks
+_OURS = __name__.partition(".")[0]
+
+
+class Before:
+    """The run, the hooks for saved tensors and the visit of this thread; for a recompute random numbers and buffers."""
+
+    __slots__ = ("_buffers", "_generators", "_hooks", "_inside", "_replaced", "_run", "numbers")
+
+    def __init__(self, generators: Generators | None = None, buffers: Buffers | None = None) -> None:
+        self._run = thread.run
+        self._inside = Visit.inside()
+        self._hooks = _innermost(False)
+        self._generators, self._buffers = generators, buffers
+        self.numbers = generators.now() if generators else []
+        self._replaced = len(buffers.replaced) if buffers is not None else 0
+
+    def restore(self) -> None:
+        """Leave it so. What a layer itself has changed is the layer's affair."""
+        thread.run = self._run
+        if not self._inside:
+            Visit.leave()
+        while self._has_left(_innermost(False)):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        if self._generators:
+            self._generators.set(self.numbers)
+        if self._buffers is not None:
+            self._buffers.put_back(self._replaced)
+
+    def _has_left(self, hooks: _Hooks | None) -> bool:
+        """Whether these are hooks of a region that is no more."""
+        if hooks is None or (self._hooks is not None and hooks[0] is self._hooks[0]):
+            return False
+        return str(getattr(hooks[1], "__module__", "")).startswith(_OURS)
