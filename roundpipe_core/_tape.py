@@ -16,7 +16,7 @@ from ._backend import backend_of
 from ._errors import TapeError, message
 from ._host import kind_of
 from ._slots import Entry, Key, Place, Slot, spoken
-from ._trees import LEAF, Node, Spec, paths
+from ._trees import Node, Spec, paths
 
 __all__ = ["Decision", "Region", "Skeleton", "Tape", "TapeEntry", "check_range", "portable", "taken_from"]
 
@@ -381,7 +381,7 @@ def _summary(region: Region) -> Any:
 
 def outline(spec: Spec) -> Any:
     """The containers of a value, as JSON could have them."""
-    if spec is LEAF or not isinstance(spec, Node):
+    if not isinstance(spec, Node):
         return None
     return [spec.kind.__qualname__, spec.keys, [outline(child) for child in spec.children], _static(spec.build)]
 

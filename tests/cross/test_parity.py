@@ -156,9 +156,12 @@ def limits(dtype: str) -> dict[str, Any]:
     return {"rtol": 1e-5, "limits": {"loss": 1e-6, "output ['out']": 1e-6}}
 
 
-@pytest.mark.parametrize(("dtype", "ties"), [("float32", True), ("bfloat16", False)])
+@pytest.mark.parametrize(
+    ("frameworks", "dtype", "ties"),
+    [(("torch", "jax"), "float32", True), (("jax", "torch"), "bfloat16", False)],
+    ids=["torch-jax-float32", "jax-torch-bfloat16"],
+)
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
-@pytest.mark.parametrize("frameworks", [("torch", "jax"), ("jax", "torch")], ids="-".join)
 def test_port(frameworks: tuple[str, str], layer: Layer, dtype: str, ties: bool) -> None:
     sides = {"torch": loss(TORCH, layer), "jax": loss(JAX, layer)}
     weights, x = case(dtype, ties=ties)
@@ -209,8 +212,9 @@ def near(one: dict[str, Any], two: dict[str, Any], dtype: str) -> Comparison:
     return parity.compare(used, {name: two[name] for name in used}, rtol=limits(dtype)["rtol"]).raise_if_apart()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layer", TRACEABLE, ids=lambda layer: layer.__name__)
+@pytest.mark.parametrize(
+    ("layer", "dtype"), [*((layer, "float32") for layer in TRACEABLE), (capacity, "bfloat16")]
+)  # the one whose decision is cast to the dtype of the layer
 def test_torch_replays_what_jit_recorded_and_the_other_way(layer: Layer, dtype: str) -> None:
     weights, x = case(dtype, ties=True)
     jitted, tape = in_jit(layer, weights, x, None)
