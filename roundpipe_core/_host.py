@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
 from typing import Any
 
 __all__ = ["DTYPES", "HostArray", "HostArrays", "integers_of", "itemsize_of", "kind_of"]

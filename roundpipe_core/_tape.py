@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ._backend import backend_of
@@ -409,15 +410,29 @@ def taken_from(slot: Slot, scope: Scope = ()) -> Region:
     """The region of a slot that a forward has filled."""
     label = slot.label if slot.given else portable(slot.label)
     region = Region(label, given=slot.given, scope=scope, rows=slot.rows or frozenset())
-    region.decisions = [_decision(key, entry) for key, entry in slot.entries.items()]
+    region.decisions = list(map(_decision, _portable_keys(slot.entries), slot.entries.values()))
     inner = [(key[0], child) for key, children in slot.children.items() for child in children]
     inner.sort(key=lambda pair: pair[1].born)
     region.regions = [taken_from(child, scope) for scope, child in inner]
     return region
 
 
+def _portable_keys(keys: Iterable[Key]) -> Iterator[Key]:
+    """Keys for another checkout. Functions that only their places told apart are counted as one, in their order."""
+    met: Counter[Key] = Counter()
+    for scope, name in keys:
+        once = portable_name(name)
+        if once is None or not once.startswith(ONCE):
+            yield scope, name
+            continue
+        once = once.rpartition(")")[0] + ")"
+        count = met[scope, once]
+        met[scope, once] += 1
+        yield scope, once if count == 0 else f"{once} #{count}"
+
+
 def _decision(key: Key, entry: Entry) -> Decision:
-    decision = Decision((key[0], portable_name(key[1])), entry.spec, entry.leaves, entry.place)
+    decision = Decision(key, entry.spec, entry.leaves, entry.place)
     decision.axes = entry.axes
     for met, count in entry.counts.items():
         name = (*met[:-1], portable_name(portable(met[-1]))) if isinstance(met[-1], str) else met

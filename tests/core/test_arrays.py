@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roundpipe_core import Flip, Tape, TapeError, record, recompute_once, replay, save_for_recompute
+from roundpipe_core import Flip, Tape, TapeError, recompute_once, record, replay, save_for_recompute
 from roundpipe_core._backend import backend_of, to_host
 from roundpipe_core._host import HostArray, itemsize_of, kind_of
 from roundpipe_core._phase import Phase, Run, thread
