@@ -169,3 +169,18 @@ def test_row_major(shape: tuple[int, ...]) -> None:
     for view in (array, array.T, array[..., ::2] if shape else array, array[::-1] if shape else array):
         offer = NumpyArrays().offer(view)
         assert offer.row_major == view.flags.c_contiguous or view.size == 0
+
+
+def test_a_framework_that_makes_something_else_is_found_out() -> None:
+    class Widening(Toy):
+        def copy(self, offer: Offer, dtype: str, refuse: Callable[[Fault], ExchangeError]) -> Any:
+            return offer.clone().astype("float64")
+
+    class Opening(Toy):
+        def open(self, value: Any) -> Any:
+            return [1, 2]
+
+    with pytest.raises(ExchangeError, match=r"Toy made float64\[2, 3\] of it(.|\n)*leave the mode that changes new"):
+        exchange(Widening(), X, "snapshot")
+    with pytest.raises(TypeError, match="toy opened Foreign as list"):
+        exchange(Opening(), Foreign(X), "snapshot")

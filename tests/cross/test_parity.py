@@ -17,7 +17,7 @@ import torch
 
 import roundpipe_jax
 import roundpipe_torch
-from roundpipe_core import ParityError, Tape, parity
+from roundpipe_core import OptionError, ParityError, Tape, parity
 from roundpipe_core.parity import Comparison
 from roundpipe_torch import recompute_once, record, replay, save_for_recompute
 
@@ -223,3 +223,17 @@ def test_torch_replays_what_jit_recorded_and_the_other_way(layer: Layer, dtype: 
         loss(TORCH, layer)(weights, x)
     again, _ = in_jit(layer, weights, x, tape)
     near(in_torch(layer, weights, x, tape), again, dtype)
+
+
+def test_what_cannot_be_compared_is_infinitely_far() -> None:
+    here = {"none": None, "shape": torch.ones(3), "other": torch.ones(2), "text": "a"}
+    there = {"none": None, "shape": jnp.ones(4), "other": "b", "text": "a", "more": jnp.ones(1)}
+    comparison = parity.compare(here, there, limits={"shape": float("inf")})
+
+    assert {row.name: row.distance for row in comparison.rows} == {
+        "none": 0.0, "shape": np.inf, "other": np.inf, "text": np.inf, "more": np.inf,
+    }  # fmt: skip
+    assert [row.name for row in comparison.rows if row.close] == ["none", "shape"]
+    with pytest.raises(OptionError, match="no frontend 'numpy' is imported") as caught:
+        parity.converted("numpy", [1])
+    assert 'name "torch" or "jax"' in str(caught.value)
