@@ -181,7 +181,7 @@ class _NumpyArrays:
 
 def _cast(array: Any, dtype: Any) -> Any:
     cast = array.astype(dtype)
-    if dtype.kind in "iu" and (cast.astype(array.dtype) != array).any():
+    if dtype.kind in "iu" and ((cast.astype(array.dtype) != array) | ((cast < 0) != (array < 0))).any():
         raise ValueError(f"values that {dtype} cannot hold")
     return cast
 

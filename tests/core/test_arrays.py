@@ -202,3 +202,23 @@ def test_values_that_another_width_cannot_hold() -> None:
         (back,) = save_for_recompute(np.zeros(2, "float16"))  # floats may be rounded
     assert back.dtype == np.float16
     assert struct.unpack("<2e", back.tobytes()) == (1.5, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "held", "asked"),
+    [
+        (-1, "int8", "uint8"),
+        (200, "uint8", "int8"),
+        (-1, "int64", "uint64"),
+        (2**63, "uint64", "int64"),
+        (300, "int16", "int8"),
+    ],
+)
+def test_integers_of_another_sign_are_not_taken_for_their_bits(value: int, held: str, asked: str) -> None:
+    """They come back from a cast there and back as they were."""
+    with record() as tape:
+        save_for_recompute(np.array([value], held))
+    with pytest.raises(TapeError, match=f"values that {asked} cannot hold"), replay(tape):
+        save_for_recompute(np.zeros(1, asked))
+    with replay(tape):
+        assert save_for_recompute(np.zeros(1, held))[0].tolist() == [value]
