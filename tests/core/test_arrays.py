@@ -74,6 +74,8 @@ ROWS = np.arange(6).reshape(3, 2)
         (1, True, (1, 1, 0)),
         (1, 1.0, (1, 1, 0)),
         (math.nan, math.nan, None),
+        (math.nan, 3.0, (1, 1, 0)),
+        (3.0, math.nan, (1, 1, 0)),
         (Opaque(), Opaque(), None),
         (Opaque(), 3, (1, 1, 0)),
     ],

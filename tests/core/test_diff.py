@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roundpipe_core import Tape, diff, layer_scope, record, save_for_recompute
+from roundpipe_core import Tape, diff, layer_scope, recompute_once, record, save_for_recompute
 from roundpipe_core._command import main
 from roundpipe_core._heatmap import BINS, shares
 from roundpipe_core._host import HostArray
@@ -375,6 +375,14 @@ def test_a_layer_in_another_scope_is_another() -> None:
     found = diff(scoped("s"), scoped("t"))
     assert [d.fault for d in found] == ["only in the first tape", "only in the second tape"]
     assert repr(found) == "<TapeDiff of 2 entries: 0 flipped, 0 reordered, 2 unlike>"
+
+    def once(scope: str, function: Any) -> Tape:
+        with record() as made, layer_scope(scope):
+            recompute_once(function, -1)
+        return made
+
+    assert not diff(once("s", abs), once("s", lambda n: -n))  # matched by their order
+    assert len(diff(once("s", abs), once("t", lambda n: -n))) == 2
 
 
 def test_a_margin_of_experts_that_both_ends_have() -> None:

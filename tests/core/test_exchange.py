@@ -132,6 +132,11 @@ class Foreign:
         return self._array.__dlpack_device__()
 
 
+class Silent(Foreign):
+    def __dlpack__(self, **how: Any) -> Any:
+        raise AttributeError
+
+
 def test_any_library_with_dlpack() -> None:
     assert is_foreign(Toy(), Foreign(X))
     array, report = exchange(Toy(), Foreign(X), "share")
@@ -141,8 +146,11 @@ def test_any_library_with_dlpack() -> None:
 
 
 def test_a_library_that_fails() -> None:
-    with pytest.raises(ExchangeError, match=r"a Foreign of .* cannot be taken into Toy: its __dlpack__ failed: "):
+    told = r"a \w+ of .* cannot be taken into Toy: its __dlpack__ failed: "
+    with pytest.raises(ExchangeError, match=f"{told}it is on the moon"):
         exchange(Toy(), Foreign(None), "snapshot")
+    with pytest.raises(ExchangeError, match=f"{told}AttributeError"):
+        exchange(Toy(), Silent(X), "snapshot")
 
 
 def test_overlaps_agrees_with_counting() -> None:

@@ -434,3 +434,36 @@ def test_a_range_is_told_by_the_name_of_the_save() -> None:
             get_recompute_data("experts")
     with pytest.raises(TapeError, match="integers from 7 to 7, where 0 to 6 are in range"), replay(tape, below={"": 7}):
         pass
+
+
+def test_unnamed_saves_outside_of_layers_are_numbered() -> None:
+    with record() as tape:
+        for n in range(3):
+            save_for_recompute(n)
+            save_for_recompute(n, name="a")
+    names = [entry.name for entry in tape.entries()]
+    assert names == [None, "a", "(unnamed) #1", "a #1", "(unnamed) #2", "a #2"]
+
+
+def test_a_label_that_looks_like_a_place_is_the_users() -> None:
+    def forward(*labels: str) -> list[str]:
+        return [region(lambda n=n: save_for_recompute(n)[0], label=label) for n, label in enumerate(labels)]
+
+    with record() as tape:
+        forward("block (1)", "block (2)")
+    with replay(tape):
+        assert [*reversed(forward("block (2)", "block (1)"))] == [0, 1]
+
+
+def test_what_is_left_over_is_counted_together(tmp_path) -> None:
+    with record() as tape:
+        region(pick, np.eye(2), label="deaf")
+        region(pick, np.eye(2), label="left")
+        save_for_recompute(1)
+    with pytest.raises(TapeError, match="more than the model asked for: 3 left over") as caught, replay(tape):
+        region(lambda x: x, np.eye(2), label="deaf")
+    assert str(caught.value).splitlines()[1:4] == [
+        "  never run: 'left'",
+        "  ran, and asked for nothing: 'deaf'",
+        "  never read: the unnamed slot",
+    ]
