@@ -1,4 +1,5 @@
 # make test    lint, types, import contract, the whole suite
+# make coverage  the suite once more, counting branches; fails if a package has less than 95 % of them
 # make demo    train a small MoE language model with and without checkpointing, and JAX beside torch; report in build/demo
 # make bench   the measurements behind the figures in the docs, as tables, build/bench/index.html and results.json
 # make bench-gate     the last measurements against benchmarks/baseline.json: fails if a ratio or a count got worse
@@ -17,12 +18,13 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 READY  := .venv/.ready
 BENCH_READY := .venv/.bench-ready
 DIST_READY := build/dist-env/.ready
+COVERAGE_READY := .venv/.coverage-ready
 
 # One compute thread per process: two pytest workers then share two cores instead of fighting over them,
 # and sums are added in the same order on every machine.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: test lint types imports pytest fuzz demo bench bench-gate bench-publish docs dist clean
+.PHONY: test lint types imports pytest coverage fuzz demo bench bench-gate bench-publish docs dist clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -42,6 +44,10 @@ $(BENCH_READY): $(READY)
 	$(PIP) -e '.[all,test,bench]'
 	@touch $@
 
+$(COVERAGE_READY): $(READY)
+	$(PIP) -e '.[all,test,coverage]'
+	@touch $@
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -54,6 +60,13 @@ imports: $(READY)
 
 pytest: $(READY)
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n 2
+
+coverage: $(COVERAGE_READY)
+	rm -rf build/coverage
+	$(ONE_THREAD) $(BIN)/coverage run -m pytest -q -n 2 -o timeout=600
+	$(BIN)/coverage combine --quiet
+	@for package in core torch jax; do echo "== roundpipe_$$package"; \
+		$(BIN)/coverage report --include="roundpipe_$$package/*" || exit 1; done
 
 FUZZ ?= 20
 fuzz: $(READY)

@@ -44,9 +44,6 @@ class Backend(Protocol):
     def owns(self, value: Any) -> bool:
         """Whether `value` is an array of this framework."""
 
-    def expand(self, value: Any) -> tuple[Sequence[Any], Callable[[list[Any]], Any]] | None:
-        """The children of a container only this framework knows, and how to build it again."""
-
     def gradient_fault(self, array: Any) -> tuple[str, str] | None:
         """Why `array` may not be saved (R5), and the way out; None if it may."""
 
@@ -64,9 +61,6 @@ class Backend(Protocol):
 
     def rows_differing(self, stored: Any, array: Any) -> tuple[int, int, int] | None:
         """(rows that differ, rows, first such row), NaN equal to NaN; None if all agree."""
-
-    def without_gradient(self, function: Callable[[], Any]) -> Any:
-        """What `function` returns, cut off from differentiation."""
 
     # For tapes (R13)
 
@@ -113,6 +107,12 @@ class TapeGuard(Protocol):
 class Frontend(Backend, Protocol):
     """The backend of a framework that differentiates."""
 
+    def expand(self, value: Any) -> tuple[Sequence[Any], Callable[[list[Any]], Any]] | None:
+        """The children of a container only this framework knows, and how to build it again."""
+
+    def without_gradient(self, function: Callable[[], Any]) -> Any:
+        """What `function` returns, cut off from differentiation."""
+
     def distance(self, one: Any, two: Any) -> float:
         """Norm of the difference over the norm of `one`, in float64; the former if `one` is zero."""
 
@@ -133,9 +133,6 @@ class _NumpyArrays:
     def owns(self, value: Any) -> bool:
         numpy = sys.modules.get("numpy")
         return numpy is not None and isinstance(value, numpy.ndarray)
-
-    def expand(self, value: Any) -> None:
-        return None
 
     def gradient_fault(self, array: Any) -> None:
         return None
@@ -159,9 +156,6 @@ class _NumpyArrays:
         differs = (stored != array) & ~((stored != stored) & (array != array))
         flags = [bool(row.any()) for row in differs] if stored.ndim else [bool(differs)]
         return (sum(flags), rows, flags.index(True)) if any(flags) else None
-
-    def without_gradient(self, function: Callable[[], Any]) -> Any:
-        return function()
 
     def described(self, array: Any) -> tuple[str, tuple[int, ...]]:
         return array.dtype.name, array.shape
@@ -187,7 +181,7 @@ class _NumpyArrays:
 
 def _cast(array: Any, dtype: Any) -> Any:
     cast = array.astype(dtype)
-    if dtype.kind in "iu" and (cast.astype(array.dtype) != array).any():
+    if dtype.kind in "iu" and ((cast.astype(array.dtype) != array) | ((cast < 0) != (array < 0))).any():
         raise ValueError(f"values that {dtype} cannot hold")
     return cast
 
@@ -288,5 +282,5 @@ def without_gradient(function: Callable[[], Any]) -> Any:
     return function()
 
 
-def _wrapped(backend: Backend, function: Callable[[], Any]) -> Callable[[], Any]:
+def _wrapped(backend: Frontend, function: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: backend.without_gradient(function)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
 from typing import Any
 
 __all__ = ["DTYPES", "HostArray", "HostArrays", "integers_of", "itemsize_of", "kind_of"]
@@ -86,9 +85,6 @@ class HostArrays:
     def owns(self, value: Any) -> bool:
         return isinstance(value, HostArray)
 
-    def expand(self, value: Any) -> None:
-        return None
-
     def gradient_fault(self, array: Any) -> None:
         return None
 
@@ -113,9 +109,6 @@ class HostArrays:
         size = stored.data.nbytes // rows
         flags = [stored.data[n : n + size] != array.data[n : n + size] for n in range(0, rows * size, size)]
         return sum(flags), rows, flags.index(True)
-
-    def without_gradient(self, function: Callable[[], Any]) -> Any:
-        return function()
 
     def described(self, array: HostArray) -> tuple[str, tuple[int, ...]]:
         return array.dtype, array.shape

@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import os
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ._backend import backend_of
 from ._errors import TapeError, message
 from ._host import kind_of
 from ._slots import Entry, Key, Place, Slot, spoken
-from ._trees import LEAF, Node, Spec, paths
+from ._trees import Node, Spec, paths
 
 __all__ = ["Decision", "Region", "Skeleton", "Tape", "TapeEntry", "check_range", "portable", "taken_from"]
 
@@ -390,7 +391,7 @@ def _summary(region: Region) -> Any:
 
 def outline(spec: Spec) -> Any:
     """The containers of a value, as JSON could have them."""
-    if spec is LEAF or not isinstance(spec, Node):
+    if not isinstance(spec, Node):
         return None
     return [spec.kind.__qualname__, spec.keys, [outline(child) for child in spec.children], _static(spec.build)]
 
@@ -418,15 +419,29 @@ def taken_from(slot: Slot, scope: Scope = ()) -> Region:
     """The region of a slot that a forward has filled."""
     label = slot.label if slot.given else portable(slot.label)
     region = Region(label, given=slot.given, scope=scope, rows=slot.rows or frozenset())
-    region.decisions = [_decision(key, entry) for key, entry in slot.entries.items()]
+    region.decisions = list(map(_decision, _portable_keys(slot.entries), slot.entries.values()))
     inner = [(key[0], child) for key, children in slot.children.items() for child in children]
     inner.sort(key=lambda pair: pair[1].born)
     region.regions = [taken_from(child, scope) for scope, child in inner]
     return region
 
 
+def _portable_keys(keys: Iterable[Key]) -> Iterator[Key]:
+    """Keys for another checkout. Functions that only their places told apart are counted as one, in their order."""
+    met: Counter[Key] = Counter()
+    for scope, name in keys:
+        once = portable_name(name)
+        if once is None or not once.startswith(ONCE):
+            yield scope, name
+            continue
+        once = once.rpartition(")")[0] + ")"
+        count = met[scope, once]
+        met[scope, once] += 1
+        yield scope, once if count == 0 else f"{once} #{count}"
+
+
 def _decision(key: Key, entry: Entry) -> Decision:
-    decision = Decision((key[0], portable_name(key[1])), entry.spec, entry.leaves, entry.place)
+    decision = Decision(key, entry.spec, entry.leaves, entry.place)
     decision.axes = entry.axes
     for met, count in entry.counts.items():
         name = (*met[:-1], portable_name(portable(met[-1]))) if isinstance(met[-1], str) else met

@@ -294,7 +294,7 @@ def _load(file: FileIO) -> Tape:
     if version != VERSION:
         raise FaultError(f"version {version[:40]!r} of the format, where {VERSION!r} is known here")
     text = texts.get("tape", "")
-    if _told_sum(text) != texts.get("crc32"):
+    if _crc32(text.encode()) != texts.get("crc32"):  # what `read_header` gives is Unicode
         raise FaultError("its JSON is damaged: the checksum differs")
     whole = _fields(parsed_json(text), "the tape", arrays=list, root=dict)
     listed = [_Listed.read(entry, held) for entry in whole["arrays"]]
@@ -304,13 +304,6 @@ def _load(file: FileIO) -> Tape:
     root = _read_region(whole["root"], reader, 0)
     reader.all_given()
     return Tape(root)
-
-
-def _told_sum(text: str) -> str:
-    try:
-        return _crc32(text.encode())
-    except UnicodeEncodeError:
-        raise FaultError("its JSON is no Unicode text") from None
 
 
 class _Listed(NamedTuple):

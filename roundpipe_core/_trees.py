@@ -35,9 +35,6 @@ class Node:
 class _Leaf:
     __slots__ = ()
 
-    def __repr__(self) -> str:
-        return "LEAF"
-
 
 LEAF = _Leaf()
 Spec = Node | _Leaf

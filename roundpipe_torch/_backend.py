@@ -192,11 +192,16 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if tensor.dtype is dtype:
         return tensor
     cast = tensor.to(dtype)
-    if _is_integer(dtype) and not torch.equal(cast.to(tensor.dtype), tensor):
-        raise ValueError(f"holds values that {dtype} cannot")
-    if _is_integer(dtype) and (cast < 0).any() and not tensor.dtype.is_signed:
+    if _is_integer(dtype) and not (torch.equal(cast.to(tensor.dtype), tensor) and _same_signs(cast, tensor)):
         raise ValueError(f"holds values that {dtype} cannot")
     return cast
+
+
+def _same_signs(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of integers with the same bits, as far as both have them."""
+    if one.dtype.is_signed == other.dtype.is_signed:
+        return True
+    return not bool(((one if one.dtype.is_signed else other) < 0).any())
 
 
 def _cloned(tensor: torch.Tensor) -> torch.Tensor:

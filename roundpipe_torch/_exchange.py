@@ -104,7 +104,7 @@ class _Torch:
             new: torch.Tensor = offer.clone()
             return new
         if offer.device != "cpu" and offer.pointer is not None and _is_here(offer.device):
-            return _copied_on_device(_typed(offer.view(), dtype))
+            return _copied_on_device(_typed(offer.view(), dtype))  # pragma: no cover - needs a GPU
         values = offer.host()
         plain = values.flags.c_contiguous and values.flags.aligned
         return _owned(_typed(values if plain else values.copy(), dtype))
@@ -140,7 +140,7 @@ def _owned(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def _copied_on_device(tensor: torch.Tensor) -> torch.Tensor:
+def _copied_on_device(tensor: torch.Tensor) -> torch.Tensor:  # pragma: no cover - needs a GPU
     new = _owned(tensor)
     torch.cuda.current_stream(tensor.device).synchronize()  # the owner may use the memory again once `tensor` is gone
     return new

@@ -77,7 +77,7 @@ def remat(target: Any = None, **options: Any) -> Any:
 
 def call(function: Callable[..., Any], options: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `function` as a region, under options of remat."""
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling():  # pragma: no cover - read by the compiler, which runs it itself
         return _compile.region(function, args, kwargs, options)
     rest = dict(options)
     use_reentrant = bool(rest.pop("use_reentrant", False))

@@ -84,7 +84,7 @@ def step_is_over(modules: Iterable[torch.nn.Module]) -> bool:
 
 def _groups(state: Any) -> list[Any]:
     groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # in older torch a state has one at most
+    if groups is None:  # pragma: no cover - in older torch a state has one at most
         groups = [state._fsdp_param_group] if state._fsdp_param_group else []
     return groups
 

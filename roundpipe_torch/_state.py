@@ -185,7 +185,7 @@ def generators_of(function: Any, arguments: Any) -> tuple[torch.Generator, ...]:
     backend = _started_backend()
     if backend is None or _ACCELERATOR is None:
         return _CPU_ONLY
-    if _ACCELERATOR.type == "mps":
+    if _ACCELERATOR.type == "mps":  # pragma: no cover - needs an Apple GPU
         return (*_CPU_ONLY, torch.mps._get_default_mps_generator())
     used = {backend.current_device()}
     if backend.device_count() > 1:
@@ -204,7 +204,7 @@ def default_generators() -> tuple[torch.Generator, ...]:
     backend = _started_backend()
     if backend is None or _ACCELERATOR is None:
         return _CPU_ONLY
-    if _ACCELERATOR.type == "mps":
+    if _ACCELERATOR.type == "mps":  # pragma: no cover - needs an Apple GPU
         return (*_CPU_ONLY, torch.mps._get_default_mps_generator())
     return (*_CPU_ONLY, *backend.default_generators)
 

@@ -219,7 +219,7 @@ def test_r6_values_of_the_moment_of_saving(fe: Any) -> None:
 
 
 @styles
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, 3])  # at 3 there is a region that is inside of one and around one
 def test_r8_decided_once_at_any_depth(fe: Any, style: str, depth: int) -> None:
     layer = Sorter(fe, style)
 

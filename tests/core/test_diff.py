@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
 import pty
+import re
 import struct
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roundpipe_core import Tape, diff, layer_scope, record, save_for_recompute
+from roundpipe_core import Tape, diff, layer_scope, recompute_once, record, save_for_recompute
 from roundpipe_core._command import main
 from roundpipe_core._heatmap import BINS, shares
 from roundpipe_core._host import HostArray
@@ -349,3 +351,100 @@ def test_a_reader_may_leave_early(files: tuple[str, str]) -> None:
     done = subprocess.run(command, cwd=ROOT, shell=True, capture_output=True, text=True, check=False)
 
     assert done.stderr == ""
+
+
+@dataclasses.dataclass
+class Plan:
+    index: Any
+
+
+def test_tapes_in_other_forms(tmp_path: Path) -> None:
+    """A dataclass comes from a file as a named tuple; where nothing is decided, nothing differs."""
+    made = tape(Plan(np.arange(3)))
+    made.save(tmp_path / "a.tape")
+    assert not diff(made, Tape.load(tmp_path / "a.tape"))
+    (empty,) = diff(tape(np.zeros((4, 0))), tape(np.zeros((4, 0))))
+    assert (empty.rows, empty.flipped, empty.first) == (4, 0, None)
+
+
+def test_a_layer_in_another_scope_is_another() -> None:
+    def scoped(scope: str) -> Tape:
+        with record() as made, layer_scope(scope):
+            layer("a", lambda: save_for_recompute(1))
+        return made
+
+    found = diff(scoped("s"), scoped("t"))
+    assert [d.fault for d in found] == ["only in the first tape", "only in the second tape"]
+    assert repr(found) == "<TapeDiff of 2 entries: 0 flipped, 0 reordered, 2 unlike>"
+
+    def once(scope: str, function: Any) -> Tape:
+        with record() as made, layer_scope(scope):
+            recompute_once(function, -1)
+        return made
+
+    assert not diff(once("s", abs), once("s", lambda n: -n))  # matched by their order
+    assert len(diff(once("s", abs), once("t", lambda n: -n))) == 2
+
+
+def test_a_margin_of_experts_that_both_ends_have() -> None:
+    """The first and the last expert have scores like the others; an index outside has none."""
+    scores = np.array([[0.75, 0.25, 0.5], [0.5, 0.0, 0.5]])
+
+    def choice(*experts: int) -> Tape:
+        return tape({"best": np.array([[e] for e in experts]), "scores": scores})
+
+    assert diff(choice(0, 0), choice(2, 0))[0].margin == 0.25
+    assert diff(choice(0, 0), choice(2, 2))[0].margin == 0.25  # the most of both rows: 0.25 and 0
+    assert diff(choice(0, 0), choice(3, 0))[0].margin is None
+    assert diff(choice(0, 0), choice(-1, 0))[0].margin is None
+
+
+def test_the_whole_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with record() as one:
+        save_for_recompute(1)
+        layer("moe", lambda: save_for_recompute(np.array([[0], [1]]), name="best"))
+    with record() as other:
+        layer("moe", lambda: save_for_recompute(np.array([[0], [2]]), name="best"))
+    one.declare(below=4, name="best").save(tmp_path / "a.tape")
+    other.save(tmp_path / "b.tape")
+    a, b = str(tmp_path / "a.tape"), str(tmp_path / "b.tape")
+
+    assert main(["show", a]) == 0
+    assert main(["diff", a, b]) == 1
+    assert main(["diff", a, str(tmp_path / "c.tape")]) == 2
+
+    shown = capsys.readouterr()
+    assert shown.out == (
+        "layer      save       item  dtype  shape   range  below  value\n"
+        "(outside)  (unnamed)  [0]   int    []      1..1          1\n"
+        "moe        best       [0]   int64  [2, 1]  0..1   4\n"
+        "2 arrays and values, 16 bytes of arrays\n"
+        "layer      save       item  rows  flipped  reordered  first  margin\n"
+        "(outside)  (unnamed)        0     0        0                         only in the first tape\n"
+        "moe        best       [0]   2     1        0          1\n"
+        "1 of 2 rows flipped, 0 reordered, 1 that cannot be compared\n"
+    )
+    assert shown.err.startswith("error: [Errno 2] No such file or directory")
+
+
+def test_help_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, told in [
+        (["-h"], ["Look into tapes; examine the installation.", "list what a tape holds", "compare two tapes"]),
+        (["-h"], ["COMMAND", "versions, devices, and whether everything works here"]),
+        (["diff", "-h"], ["exit status: 0 if they are the same, 1 if they differ, 2 on bad input", "FILE", "as JSON"]),
+        (["doctor", "-h"], ["exit status: 2 if something does not", "usage: python -m roundpipe_core doctor"]),
+        (["show", "-h"], ["TAPE", "as JSON"]),
+    ]:
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert [words for words in told if words not in text] == []
+
+
+def test_the_picture_tells_what_it_shows(files: tuple[str, str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert main(["diff", *files, "--plot", str(tmp_path / "map.svg")]) == 1
+    text = "".join(re.findall(r"<!-- (.*?) -->", (tmp_path / "map.svg").read_text("utf-8")))
+    for words in ("token", "2 of 150 rows flipped", "share of flipped tokens in 1", "layer 1 experts", "layer 2"):
+        assert words in text, words

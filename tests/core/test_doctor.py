@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from roundpipe_core import _doctor
+from roundpipe_core import _command, _doctor
 from roundpipe_core._command import main
 
 
@@ -48,3 +50,29 @@ def test_a_framework_that_is_too_old_is_told_in_a_line(
     assert re.fullmatch(
         r"old_package +cannot be imported: ImportError: old_package needs json 99 or newer, and found \S+ +FAILS", last
     )
+
+
+def test_a_framework_without_metadata_tells_its_version_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "grown_at_home.py").write_text("__version__ = '7'", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(_doctor, "_FRONTENDS", (("grown_at_home", "no_such_package"),))
+    versions = []
+    for _ in range(2):
+        main(["doctor", "--json"])
+        versions += [f["found"] for f in json.loads(capsys.readouterr().out) if f["about"] == "grown_at_home"]
+        importlib.import_module("grown_at_home")
+    monkeypatch.delitem(sys.modules, "grown_at_home")
+    assert versions == ["of unknown version", "7"]
+
+
+def test_the_table_marks_what_works(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = _doctor.Finding
+    monkeypatch.setattr(
+        _command, "examine", lambda: iter([finding("a", "7"), finding("b", "works", True), finding("c", "no", False)])
+    )
+    assert main(["doctor"]) == 2
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["found"], ["a", "7"], ["b", "works", "ok"], ["c", "no", "FAILS"],
+    ]  # fmt: skip

@@ -132,6 +132,11 @@ class Foreign:
         return self._array.__dlpack_device__()
 
 
+class Silent(Foreign):
+    def __dlpack__(self, **how: Any) -> Any:
+        raise AttributeError
+
+
 def test_any_library_with_dlpack() -> None:
     assert is_foreign(Toy(), Foreign(X))
     array, report = exchange(Toy(), Foreign(X), "share")
@@ -141,8 +146,11 @@ def test_any_library_with_dlpack() -> None:
 
 
 def test_a_library_that_fails() -> None:
-    with pytest.raises(ExchangeError, match=r"a Foreign of .* cannot be taken into Toy: its __dlpack__ failed: "):
+    told = r"a \w+ of .* cannot be taken into Toy: its __dlpack__ failed: "
+    with pytest.raises(ExchangeError, match=f"{told}it is on the moon"):
         exchange(Toy(), Foreign(None), "snapshot")
+    with pytest.raises(ExchangeError, match=f"{told}AttributeError"):
+        exchange(Toy(), Silent(X), "snapshot")
 
 
 def test_overlaps_agrees_with_counting() -> None:
@@ -169,3 +177,18 @@ def test_row_major(shape: tuple[int, ...]) -> None:
     for view in (array, array.T, array[..., ::2] if shape else array, array[::-1] if shape else array):
         offer = NumpyArrays().offer(view)
         assert offer.row_major == view.flags.c_contiguous or view.size == 0
+
+
+def test_a_framework_that_makes_something_else_is_found_out() -> None:
+    class Widening(Toy):
+        def copy(self, offer: Offer, dtype: str, refuse: Callable[[Fault], ExchangeError]) -> Any:
+            return offer.clone().astype("float64")
+
+    class Opening(Toy):
+        def open(self, value: Any) -> Any:
+            return [1, 2]
+
+    with pytest.raises(ExchangeError, match=r"Toy made float64\[2, 3\] of it(.|\n)*leave the mode that changes new"):
+        exchange(Widening(), X, "snapshot")
+    with pytest.raises(TypeError, match="toy opened Foreign as list"):
+        exchange(Opening(), Foreign(X), "snapshot")

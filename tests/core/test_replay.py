@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import numpy as np
@@ -13,6 +14,7 @@ from roundpipe_core import (
     SlotError,
     Tape,
     TapeError,
+    _replay,
     doing_recompute,
     get_recompute_data,
     layer_scope,
@@ -312,3 +314,156 @@ def test_a_tape_without_its_arrays() -> None:
     assert [entry.value for entry in filled.entries()][1] == 3
     with replay(filled):
         assert region(lambda x: get_recompute_data("a"), np.eye(2), label="moe")[0].tolist() == [7, 8]
+
+
+def test_calls_named_otherwise_are_found_by_their_order() -> None:
+    """A function of the other framework has another name."""
+    with record() as tape, layer_scope("s"):
+        recompute_once(lambda: "a")
+        recompute_once(abs, -1)
+        recompute_once(lambda: "c")
+    with replay(tape), layer_scope("s"):
+        assert [recompute_once(f) for f in (str, str, str)] == ["a", 1, "c"]
+    missing = r"the tape has nothing for .* slot 'recompute_once\( #3' in scope 's'"
+    with pytest.raises(TapeError, match=missing), replay(tape), layer_scope("s"):
+        for _ in range(4):
+            recompute_once(str)
+    with pytest.raises(TapeError, match=r"the tape has nothing for .* slot 'recompute_once\('"), replay(tape):
+        recompute_once(str)
+
+
+def test_functions_that_only_their_lines_tell_apart(tmp_path) -> None:
+    """On a tape, lines are not told: it goes to other checkouts."""
+
+    def layer(first: str, second: str) -> list[str]:
+        found = []
+        for n in range(2):
+            found.append(recompute_once(lambda: f"{first} {n}"))  # noqa: B023
+            found.append(recompute_once(lambda: f"{second} {n}"))  # noqa: B023
+        return found
+
+    want = ["a 0", "b 0", "a 1", "b 1"]
+    with record() as tape:
+        assert layer("a", "b") == want
+        assert region(layer, "a", "b", label="moe") == want
+    tape.save(tmp_path / "a.tape")
+    for held in (tape, Tape.load(tmp_path / "a.tape")):
+        with replay(held):
+            assert layer("x", "y") == want
+            assert region(layer, "x", "y", label="moe") == want
+
+
+class Guard:
+    """What a framework minds while a block runs."""
+
+    fails: Exception | None = None
+
+    def __init__(self, seen: list[str]) -> None:
+        self.seen = seen
+
+    def begin(self, replayed) -> None:
+        if self.fails:
+            raise self.fails
+        self.seen.append("begin recording" if replayed is None else f"begin with {len(replayed)}")
+
+    def end(self) -> None:
+        self.seen.append("end")
+
+    @contextlib.contextmanager
+    def deciding(self):
+        self.seen.append("deciding")
+        yield
+        self.seen.append("decided")
+
+    def check(self, doing: str, place) -> None:
+        self.seen.append(doing)
+
+    def prepared(self, layer: str, key, data, place):
+        self.seen.append(f"{layer}, {key[1]}")
+        return *data, "prepared"
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    seen: list[str] = []
+    monkeypatch.setattr(_replay, "tape_guards", [lambda: Guard(seen), lambda: Guard(seen)])
+    return seen
+
+
+def test_a_framework_is_told_what_happens_in_a_block(seen: list[str]) -> None:
+    with record() as tape:
+        assert save_for_recompute(1, name="a") == (1, "prepared", "prepared")
+        recompute_once(lambda: 2)
+        region(lambda: None, label="inner")
+    assert seen == [
+        *["begin recording"] * 2,
+        *["data is saved"] * 2,
+        *["outside of layers, a"] * 2,
+        *["recompute_once() is called"] * 2,
+        *["deciding"] * 2,
+        *["decided"] * 2,
+        *["layer 'inner' runs"] * 2,
+        *["end"] * 2,
+    ]
+    seen.clear()
+    with replay(tape):
+        assert get_recompute_data("a") == (1, "prepared", "prepared")
+        recompute_once(lambda: 2)
+        region(lambda: None, label="inner")
+    assert seen[:4] == [*["begin with 0"] * 2, *["get_recompute_data() is called"] * 2]
+    assert "deciding" not in seen
+
+
+def test_a_framework_that_refuses_the_block_leaves_nothing_open(seen: list[str], monkeypatch) -> None:
+    refusing = Guard(seen)
+    refusing.fails = RuntimeError("not here")
+    monkeypatch.setattr(_replay, "tape_guards", [lambda: Guard(seen), lambda: refusing])
+    with pytest.raises(RuntimeError, match="not here"), record():
+        pass
+    assert seen == ["begin recording", "end"]
+    assert thread.run is None
+
+
+def test_a_range_is_told_by_the_name_of_the_save() -> None:
+    with record() as tape:
+        save_for_recompute(np.array([7]))
+        save_for_recompute(np.array([3]), name="experts")
+    for below in ({"experts": 4}, {"experts": 4, "": 8}, {"other": 1}, 8):
+        with replay(tape, below=below):
+            get_recompute_data()
+            get_recompute_data("experts")
+    with pytest.raises(TapeError, match="integers from 7 to 7, where 0 to 6 are in range"), replay(tape, below={"": 7}):
+        pass
+
+
+def test_unnamed_saves_outside_of_layers_are_numbered() -> None:
+    with record() as tape:
+        for n in range(3):
+            save_for_recompute(n)
+            save_for_recompute(n, name="a")
+    names = [entry.name for entry in tape.entries()]
+    assert names == [None, "a", "(unnamed) #1", "a #1", "(unnamed) #2", "a #2"]
+
+
+def test_a_label_that_looks_like_a_place_is_the_users() -> None:
+    def forward(*labels: str) -> list[str]:
+        return [region(lambda n=n: save_for_recompute(n)[0], label=label) for n, label in enumerate(labels)]
+
+    with record() as tape:
+        forward("block (1)", "block (2)")
+    with replay(tape):
+        assert [*reversed(forward("block (2)", "block (1)"))] == [0, 1]
+
+
+def test_what_is_left_over_is_counted_together(tmp_path) -> None:
+    with record() as tape:
+        region(pick, np.eye(2), label="deaf")
+        region(pick, np.eye(2), label="left")
+        save_for_recompute(1)
+    with pytest.raises(TapeError, match="more than the model asked for: 3 left over") as caught, replay(tape):
+        region(lambda x: x, np.eye(2), label="deaf")
+    assert str(caught.value).splitlines()[1:4] == [
+        "  never run: 'left'",
+        "  ran, and asked for nothing: 'deaf'",
+        "  never read: the unnamed slot",
+    ]

@@ -244,6 +244,7 @@ WRONG = {
     "no choices": ({"routing": np.zeros((5, 3, 0), "int16")}, "the shape [5, 3, 0]"),
     "labels too few": ({"routing": routing(), "layers": ["a"]}, "3 layers, and 1 labels"),
     "ragged lists": ({"routing": [[[1]], [[1], [2]]]}, "lists of several lengths"),
+    "more than 64 bits": ({"routing": [[[2**70]]]}, f"integers from {2**70} to {2**70}"),
     "texts": ({"routing": [["a"]]}, "str among its numbers"),
     "sequences of other layers": (
         {"routing": [routing(2), routing(2, 4)]},
@@ -327,3 +328,21 @@ def test_lists_need_no_numpy() -> None:
 
     expected = [np.array(pair, "<i2").tobytes() for pair in ([[299, 300], [300, 1]], [[299, 300], [2, 3]])]
     assert done.stdout == f"{expected}\n", done.stderr
+
+
+def test_the_way_back_of_a_number_and_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with record() as tape:
+        layer("a", lambda: save_for_recompute(np.array(3)))
+    with pytest.raises(TapeError, match="the tape's routing is a single number"):
+        tape.to_routing()
+    whole = Tape.from_routing([[[0, 1]]], experts=2)
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    with pytest.raises(TapeError, match="routing is given as a numpy array"):
+        whole.to_routing()
+
+
+def test_the_way_back_leaves_out_saves_of_other_names() -> None:
+    with record() as tape:
+        layer("a", lambda: [save_for_recompute(np.array([[n]]), name=name) for n, name in enumerate(("x", "y", None))])
+        layer("b", lambda: save_for_recompute(0.5, name="y"))  # which is no array of integers
+    assert tape.to_routing(name="y").tolist() == [[[1]]]

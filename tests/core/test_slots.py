@@ -15,11 +15,16 @@ from roundpipe_core import (
     PhaseError,
     RoundPipeError,
     SlotError,
+    _phase,
     doing_recompute,
     get_recompute_data,
+    keep,
     layer_scope,
     recompute_once,
+    record,
+    replay,
     save_for_recompute,
+    update_once,
 )
 from roundpipe_core._phase import Phase, Run, open_slot, thread
 from roundpipe_core._slots import Slot, label_of
@@ -410,3 +415,105 @@ def test_labels() -> None:
     assert label_of(functools.partial(block.attend)) == "Block.attend"
     assert label_of(functools.partial(functools.partial(here), 1)).startswith(f"here ({__file__}:")
     assert label_of(len) == "len"
+
+
+# ------------------------------------------------------------------------ state, parts kept, compilers
+
+
+def test_state_is_moved_on_by_the_forward_alone() -> None:
+    slot, calls = Slot("layer"), []
+
+    def layer() -> None:
+        update_once(calls.append, 1)
+        if not doing_recompute():
+            recompute_once(lambda: update_once(calls.append, 2))  # inside of a decision it is a call like others
+        else:
+            update_once(calls.append, 3)  # which the forward did not reach: nothing is to be moved on
+
+    run(Phase.FORWARD, slot, layer)
+    run(Phase.RECOMPUTE, slot, layer)
+    run(Phase.AUDIT, slot, lambda: update_once(calls.append, 1))
+
+    assert calls == [1, 2]
+    assert slot.places() == {}
+
+
+def test_outside_of_layers_state_moves_each_time() -> None:
+    calls: list[int] = []
+    update_once(calls.append, 1)
+    with record() as tape:
+        update_once(calls.append, 2)
+    with replay(tape):
+        update_once(calls.append, 3)
+    assert calls == [1, 2, 3]
+
+
+def test_keep_calls_the_function_where_nothing_will_be_recomputed() -> None:
+    calls: list[int] = []
+
+    def double(x: int, *, by: int = 2) -> int:
+        calls.append(x)
+        return x * by
+
+    assert keep(double, 1) == 2
+    assert run_alone(Phase.FORWARD, lambda: recompute_once(lambda: keep(double, 2, by=3))) == 6
+    with record() as tape:
+        assert keep(double, 3) == 6
+    with replay(tape):
+        assert keep(double, 3) == 6
+    assert calls == [1, 2, 3, 3]
+    assert tape.entries() == []
+
+
+def run_alone(phase: Phase, function):
+    return run(phase, Slot("layer"), function)
+
+
+class Compiler:
+    """What a compiler that reads the code is told."""
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+
+    def __getattr__(self, name: str):
+        return lambda *args: self.told.append((name, *args)) or name
+
+
+def test_a_compiler_takes_over_where_it_reads_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = Compiler()
+    monkeypatch.setattr(_phase, "_is_traced", lambda: True)
+    monkeypatch.setattr(_phase, "_traced", compiler, raising=False)
+
+    assert save_for_recompute(1, 2, name="a") == "save_for_recompute"
+    assert get_recompute_data("a") == "get_recompute_data"
+    assert doing_recompute() == "doing_recompute"
+    assert recompute_once(len, "abc") == "recompute_once"
+    with layer_scope("attention"):
+        pass
+
+    *first, (once, function), enter, leave = compiler.told
+    assert first == [("save_for_recompute", (1, 2), "a"), ("get_recompute_data", "a"), ("doing_recompute",)]
+    assert (once, function()) == ("recompute_once", 3)
+    assert [enter, leave] == [("enter_scope", "attention"), ("exit_scope",)]
+
+
+def test_what_a_frontend_saves_in_a_layers_stead_is_given_each_time() -> None:
+    """And the state of random numbers goes back to the first time only (R7)."""
+    restored = []
+
+    class Drawing(Run):
+        def state(self):
+            return "drawn"
+
+        def restore_state(self, state) -> None:
+            restored.append(state)
+
+    slot = Slot("layer")
+    one, two = ((), "drawn"), ((), "plain")
+    forward = Drawing(Phase.FORWARD, slot)
+    forward.put(one, [1], ("file", 1), True)
+    forward.put(two, [2], ("file", 2), False)
+    again = Drawing(Phase.RECOMPUTE, slot)
+
+    assert [again.fetch(key, ("file", 3)) for key in (one, one, two)] == [[1], [1], [2]]
+    assert restored == ["drawn", None]

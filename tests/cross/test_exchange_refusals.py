@@ -49,9 +49,9 @@ def with_freed_storage() -> torch.Tensor:
     return tensor
 
 
-def with_shrunk_storage() -> torch.Tensor:
+def with_shrunk_storage(nbytes: int = 16) -> torch.Tensor:
     tensor = torch.ones(8)
-    tensor.untyped_storage().resize_(16)
+    tensor.untyped_storage().resize_(nbytes)
     return tensor
 
 
@@ -80,6 +80,7 @@ TENSORS: dict[str, tuple[Callable[[], torch.Tensor], str, str]] = {
     "wrapper": (lambda: Wrapper(3), "it is a Wrapper, whose values are kept", "hand those over"),
     "freed": (with_freed_storage, "storage was freed", "unshard"),
     "shrunk": (with_shrunk_storage, "storage was freed or made smaller", "unshard"),
+    "shrunk by a byte": (lambda: with_shrunk_storage(31), "storage was freed or made smaller", "unshard"),
 }
 TAKERS = {"to JAX": roundpipe_jax.from_dlpack, "to torch": roundpipe_torch.from_dlpack}
 

@@ -17,7 +17,7 @@ import torch
 
 import roundpipe_jax
 import roundpipe_torch
-from roundpipe_core import ParityError, Tape, parity
+from roundpipe_core import OptionError, ParityError, Tape, parity
 from roundpipe_core.parity import Comparison
 from roundpipe_torch import recompute_once, record, replay, save_for_recompute
 
@@ -156,9 +156,12 @@ def limits(dtype: str) -> dict[str, Any]:
     return {"rtol": 1e-5, "limits": {"loss": 1e-6, "output ['out']": 1e-6}}
 
 
-@pytest.mark.parametrize(("dtype", "ties"), [("float32", True), ("bfloat16", False)])
+@pytest.mark.parametrize(
+    ("frameworks", "dtype", "ties"),
+    [(("torch", "jax"), "float32", True), (("jax", "torch"), "bfloat16", False)],
+    ids=["torch-jax-float32", "jax-torch-bfloat16"],
+)
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
-@pytest.mark.parametrize("frameworks", [("torch", "jax"), ("jax", "torch")], ids="-".join)
 def test_port(frameworks: tuple[str, str], layer: Layer, dtype: str, ties: bool) -> None:
     sides = {"torch": loss(TORCH, layer), "jax": loss(JAX, layer)}
     weights, x = case(dtype, ties=ties)
@@ -209,8 +212,9 @@ def near(one: dict[str, Any], two: dict[str, Any], dtype: str) -> Comparison:
     return parity.compare(used, {name: two[name] for name in used}, rtol=limits(dtype)["rtol"]).raise_if_apart()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layer", TRACEABLE, ids=lambda layer: layer.__name__)
+@pytest.mark.parametrize(
+    ("layer", "dtype"), [*((layer, "float32") for layer in TRACEABLE), (capacity, "bfloat16")]
+)  # the one whose decision is cast to the dtype of the layer
 def test_torch_replays_what_jit_recorded_and_the_other_way(layer: Layer, dtype: str) -> None:
     weights, x = case(dtype, ties=True)
     jitted, tape = in_jit(layer, weights, x, None)
@@ -219,3 +223,17 @@ def test_torch_replays_what_jit_recorded_and_the_other_way(layer: Layer, dtype: 
         loss(TORCH, layer)(weights, x)
     again, _ = in_jit(layer, weights, x, tape)
     near(in_torch(layer, weights, x, tape), again, dtype)
+
+
+def test_what_cannot_be_compared_is_infinitely_far() -> None:
+    here = {"none": None, "shape": torch.ones(3), "other": torch.ones(2), "text": "a"}
+    there = {"none": None, "shape": jnp.ones(4), "other": "b", "text": "a", "more": jnp.ones(1)}
+    comparison = parity.compare(here, there, limits={"shape": float("inf")})
+
+    assert {row.name: row.distance for row in comparison.rows} == {
+        "none": 0.0, "shape": np.inf, "other": np.inf, "text": np.inf, "more": np.inf,
+    }  # fmt: skip
+    assert [row.name for row in comparison.rows if row.close] == ["none", "shape"]
+    with pytest.raises(OptionError, match="no frontend 'numpy' is imported") as caught:
+        parity.converted("numpy", [1])
+    assert 'name "torch" or "jax"' in str(caught.value)

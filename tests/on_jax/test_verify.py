@@ -88,3 +88,25 @@ def test_says_nothing_where_nothing_differs(way: Any) -> None:
             got = jax.block_until_ready(way(jax.grad(lambda x, f=f: remat(f, verify="raise")(x).sum()))(X))
             jax.effects_barrier()
         np.testing.assert_allclose(got, jax.grad(lambda x, f=f: f(x).sum())(X), rtol=1e-6)
+
+
+AGAIN = {
+    "fails": r"a plain recompute fails \(ValueError: no room\)",
+    "not saved": "slot 'plan': not saved again",
+}
+
+
+@pytest.mark.parametrize("what", AGAIN)
+def test_a_recompute_of_another_form_is_told(what: str) -> None:
+    forwards = iter((False, *(True,) * 9))
+
+    def layer(x: Any) -> Any:
+        again = not doing_recompute() and next(forwards)
+        if again and what == "fails":
+            raise ValueError("no room")
+        if not doing_recompute() and not (again and what == "not saved"):
+            save_for_recompute(jnp.arange(2), name="plan")
+        return jnp.sin(x)
+
+    with pytest.raises(VerifyError, match=AGAIN[what]):
+        jax.grad(lambda x: remat(layer, verify="raise", label="form")(x).sum())(X)

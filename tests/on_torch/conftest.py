@@ -15,7 +15,7 @@ def ranks() -> Iterator[Any]:
 
     ranks = Ranks()
     yield ranks
-    ranks.stop()
+    ranks.stop(patience=10)
 
 
 @pytest.fixture

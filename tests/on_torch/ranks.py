@@ -58,9 +58,12 @@ class Ranks:
             self.stop()
         return answers
 
-    def stop(self) -> None:
-        for process, pipe in zip(self.processes, self.pipes, strict=True):
+    def stop(self, patience: float = 0) -> None:
+        """End the processes: by force after `patience` seconds, for one may hang in a collective."""
+        for pipe in self.pipes:
             pipe.close()
+        for process in self.processes:
+            process.join(patience)
             process.kill()
             process.join(5)
             process.close()

@@ -137,9 +137,8 @@ DDP = {
 }
 
 
-@pytest.mark.parametrize("name", ["checkpoint", "remat"])
+@pytest.mark.parametrize(("name", "nested"), [("checkpoint", False), ("remat", False), ("remat", True)])
 @pytest.mark.parametrize("options", DDP)
-@pytest.mark.parametrize("nested", [False, True], ids=["", "nested"])
 def test_ddp(ranks, name, options, nested):
     high = E if options == "static" else E - 1  # a static graph uses the same experts every time
     ranks.run(ddp, name, DDP[options], nested, high)
@@ -204,8 +203,9 @@ ORDERS = [
 ]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("root", [False, True], ids=["layers", "layers and root"])
+@pytest.mark.parametrize(
+    ("order", "root"), [*((order, True) for order in ORDERS), *((order, False) for order in ORDERS[:2])]
+)
 def test_fsdp2(ranks, order, root):
     ranks.run(fsdp, "checkpoint", order, True, False, root)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ import torch
 
 from roundpipe_torch import (
     GradientError,
+    MutationError,
     SlotError,
+    _inputs,
     checkpoint,
     doing_recompute,
     get_recompute_data,
@@ -378,3 +381,57 @@ def test_a_layer_that_swallows_everything_does_not_keep_the_stop() -> None:
     checkpoint(layer, x).sum().backward()
     assert after in ([], [True])
     assert torch.equal(x.grad, x.detach().exp().cos() * x.detach().exp())
+
+
+class Ragged:
+    """A container that torch's own trees know."""
+
+    def __init__(self, parts, length):
+        self.parts, self.length = parts, length
+
+
+def test_containers_that_torch_knows_are_taken_apart():  # R2, R5, R6
+    torch.utils._pytree.register_pytree_node(
+        Ragged, lambda r: (r.parts, r.length), lambda parts, length: Ragged(list(parts), length)
+    )
+    try:
+        given = Ragged([torch.arange(3), "a"], 7)
+        seen = []
+
+        def layer(x):
+            (plan,) = save_for_recompute(given)
+            seen.append(plan)
+            return x[plan.parts[0]].exp()
+
+        x = torch.ones(3, requires_grad=True)
+        y = checkpoint(layer, x)
+        given.parts[0].zero_()  # R6
+        y.sum().backward()
+        assert (seen[1].length, seen[1].parts[1], seen[1].parts[0].tolist()) == (7, "a", [0, 1, 2])
+        with pytest.raises(GradientError, match=r"data\[0\]\[0\] requires grad"):
+            checkpoint(lambda x: save_for_recompute(Ragged([x], 1)), x)
+    finally:
+        torch.utils._pytree.SUPPORTED_NODES.pop(Ragged)
+
+
+def test_inputs_kept_by_a_node_as_in_torch_before_saved_tensors(monkeypatch):
+    """The second way to keep inputs: their versions are checked, and they go when their region goes."""
+    monkeypatch.setattr(_inputs, "SavedTensor", _inputs._KeptByNode)
+    monkeypatch.setattr(_inputs, "save_tensor", _inputs._KeptByNode)
+    x, w = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3)
+
+    def layer(x, w):
+        return (x @ w).exp()
+
+    want = torch.autograd.grad(layer(x, w).sum(), x)
+    assert torch.equal(torch.autograd.grad(checkpoint(layer, x, w).sum(), x)[0], want[0])
+    kept = weakref.ref(own := torch.randn(3, 3))
+    y = checkpoint(layer, x, own)
+    del own
+    assert kept() is not None
+    del y
+    assert kept() is None
+    y = checkpoint(layer, x, w)
+    w.add_(1)
+    with pytest.raises(MutationError, match="input was changed in place"):
+        y.sum().backward()

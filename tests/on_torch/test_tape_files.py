@@ -278,3 +278,23 @@ def test_the_core_shows_a_tape_of_torch_without_torch(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True)
 
     assert done.stdout == "int64 (3,) b'\\x00\\x01\\x02'\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "held", "asked"),
+    [
+        (-1, "int8", "uint8"),
+        (200, "uint8", "int8"),
+        (-1, "int64", "uint64"),
+        (2**63, "uint64", "int64"),
+        (300, "int16", "int8"),
+    ],
+)
+def test_integers_of_another_sign_are_not_taken_for_their_bits(value, held, asked):
+    """They come back from a cast there and back as they were."""
+    tensor = torch.tensor([value], dtype=torch.uint64).view(torch.int64) if value >= 2**63 else torch.tensor([value])
+    kinds = getattr(torch, held), getattr(torch, asked)
+    with record() as tape:
+        save_for_recompute(tensor.view(kinds[0]) if value >= 2**63 else tensor.to(kinds[0]))
+    with pytest.raises(TapeError, match=f"holds values that torch.{asked} cannot"), replay(tape):
+        save_for_recompute(torch.zeros(1, dtype=kinds[1]))

@@ -54,10 +54,7 @@ def test_the_model_comes_back_unchanged(mixtral):
 
 # Models of every kind
 
-SOME = (
-    "llama gpt2 bert t5 opt gemma3_text mamba bart roberta electra gpt_neox phi3 qwen2 qwen3 olmo2 falcon bloom mpt "
-    "stablelm cohere starcoder2 deberta-v2 distilbert rwkv blenderbot"
-)
+SOME = "llama gpt2 bert t5 opt gemma3_text mamba bart gpt_neox falcon mpt deberta-v2 rwkv blenderbot"
 
 
 @pytest.mark.parametrize("name", SOME.split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 
 import pytest
@@ -168,3 +169,45 @@ def test_structures_and_plain_values_are_compared() -> None:
             y.sum().backward()
         flips += [str(flip) for w in caught for flip in w.message.flips]
     assert flips == ["layer 'layer', the unnamed slot, item [0]: 1 of 1 rows flipped, first row 0"]
+
+
+def test_outputs_of_another_form_are_told() -> None:
+    """What a recompute gives back otherwise: fewer, of another shape or dtype, another number; NaN is equal to NaN."""
+    x = tokens()
+    forward = [(1.0, x.detach().new_full((2,), float("nan")), 3, "a")]
+    cases = {
+        "fewer": ((1.0, 3), ["output: 4 values, now 2"]),
+        "shape": ((1.0, torch.zeros(3), 3, "a"), ["output[1] (shape or dtype)"]),
+        "dtype": ((1.0, torch.zeros(2, dtype=torch.float64), 3, "a"), ["output[1] (shape or dtype)"]),
+        "values": ((1.0, torch.full((2,), float("nan")), 4, "b"), ["output[2]", "output[3]"]),
+        "alike": (forward[0], []),
+    }
+    for again, items in cases.values():
+        outputs = itertools.chain(forward, itertools.repeat(again))
+
+        def layer(x, outputs=outputs):
+            first, *others = next(outputs)
+            return x.exp() * first, *others
+
+        y = remat(layer, verify="warn", label="layer")(x)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            y[0].sum().backward()
+        assert [flip.item for w in caught for flip in w.message.flips] == items
+
+
+def test_a_saved_tensor_of_another_shape_or_dtype_is_a_flip_of_all_its_rows() -> None:
+    saved = iter([torch.zeros(3, 2), torch.zeros(2, 2), torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.float64)])
+
+    def layer(x):
+        if doing_recompute():
+            get_recompute_data()
+        else:
+            save_for_recompute(next(saved))
+        return x.exp()
+
+    for _ in range(2):
+        y = remat(layer, verify="warn", label="layer")(tokens())
+        with pytest.warns(VerifyWarning) as caught:
+            y.sum().backward()
+        assert caught[0].message.flips == (Flip("layer", "the unnamed slot, item [0]", rows=3, total=3, first=0),)
