@@ -42,7 +42,8 @@ def color(name: str) -> str:
 
 def draw(results: Results) -> list[Drawn]:
     """Those figures for which there are rows."""
-    return [drawn for plot in _PLOTS for drawn in plot(results)]
+    with mpl.rc_context(_SETTINGS):
+        return [drawn for plot in _PLOTS for drawn in plot(results)]
 
 
 def _axes(panels: int, height: float, share: bool = False) -> tuple[Figure, list[Axes]]:
@@ -211,5 +212,3 @@ _PLOTS: tuple[Callable[[Results], Iterator[Drawn]], ...] = (
     _depth,
     _slots,
 )
-
-mpl.rcParams.update(_SETTINGS)

@@ -107,7 +107,7 @@ def test_metadata() -> None:
     assert project["dynamic"] == ["version"]
     assert project["readme"] == "README.md"
     assert (project["license"], project["license-files"]) == ("Apache-2.0", ["LICENSE"])
-    assert {"torch", "jax", "all", "test", "bench"} == set(project["optional-dependencies"])
+    assert {"torch", "jax", "all", "test", "coverage", "bench"} == set(project["optional-dependencies"])
     assert project["optional-dependencies"]["all"] == ["roundpipe-recompute[torch,jax]"]
 
 
