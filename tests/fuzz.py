@@ -17,7 +17,7 @@ def seeds(count: int) -> range:
 
 
 def examples(count: int) -> hypothesis.settings:
-    """Settings for a property: `count` examples, the same in every run of the suite; to fuzz, TIMES as many new ones."""
+    """Settings for a property: `count` examples, the same in every run of the suite, or TIMES as many new ones."""
     return hypothesis.settings(
         max_examples=count * TIMES,
         derandomize=TIMES == 1,
