@@ -29,11 +29,12 @@ from roundpipe_jax import (
 )
 from tests.on_jax.oracle import STYLES, Router, W, X
 
-__all__ = ["INNER", "X1", "Boom", "Interrupt", "Op", "Runner", "W", "X", "counted", "kinds", "programs"]
+__all__ = ["INNER", "SITE", "X1", "Boom", "Interrupt", "Op", "Runner", "W", "X", "everything", "kinds", "programs"]
 
 INNER = ("scan", "cond", "switch", "vmap", "jit", "slope")  # what runs its body in a trace of its own
 REGIONS = ("region", "shared", "layers", "attempt")
 X1 = jnp.cos(X)
+SITE = 100  # decisions of one site have numbers from SITE times that of the site
 
 # The ways to call a region.
 CALLS = ("plain", "keywords", "static", "containers", "closure", "told", "policy")
@@ -66,14 +67,14 @@ def numbered(ops: tuple[Op, ...], numbers: Iterator[int]) -> tuple[Op, ...]:
     return tuple(Op(op.kind, op.style, tuple(numbered(b, numbers) for b in op.bodies), next(numbers)) for op in ops)
 
 
-def counted(ops: tuple[Op, ...]) -> int:
-    """How many ops there are."""
-    return sum(1 + sum(map(counted, op.bodies)) for op in ops)
+def everything(ops: tuple[Op, ...]) -> list[Op]:
+    """All ops, those in bodies too."""
+    return [one for op in ops for one in (op, *(inner for body in op.bodies for inner in everything(body)))]
 
 
 def kinds(ops: tuple[Op, ...]) -> set[str]:
     """Which kinds of ops there are."""
-    return {op.kind for op in ops}.union(*(kinds(body) for op in ops for body in op.bodies))
+    return {op.kind for op in everything(ops)}
 
 
 # ------------------------------------------------------------------------------------------------ drawing
@@ -161,13 +162,23 @@ class Told(NamedTuple):
 class Runner:
     """Runs programs, with its layers in remat of one lane, or, without a lane, bare.
 
-    `fuse` is the number of ops after which one fails with `failure`.
+    `on_values`: every layer runs where its inputs have values, so that Python may decide too. The op with number `fuse`
+    of those that run or are traced fails with `failure`.
     """
 
-    def __init__(self, lane: Any = None, fuse: int | None = None, failure: type[BaseException] = Boom) -> None:
-        self.router, self.lane = Router(), lane
+    def __init__(
+        self,
+        lane: Any = None,
+        *,
+        on_values: bool = False,
+        fuse: int | None = None,
+        failure: type[BaseException] = Boom,
+    ) -> None:
+        self.router, self.lane, self.on_values = Router(), lane, on_values
         self.fuse, self.failure = fuse, failure
         self.steps = 0
+        self.in_regions: set[int] = set()  # sites whose decisions a slot keeps
+        self.in_vain: set[int] = set()  # sites that decide what nothing uses: compiled, they may be left out
         self.layers_told = {mode: remat(told, mode=mode) for mode in ("checkpoint", "custom_vjp")}
 
     def wrap(self, layer: Any, **options: Any) -> Any:
@@ -193,7 +204,7 @@ class Runner:
     # ------------------------------------------------------------------------------------------ decisions
 
     def number(self, op: Op, at: Any) -> Any:
-        return op.site * 100 + at
+        return op.site * SITE + at
 
     def decision(self, op: Op, x: Any, at: Any, inside: str) -> Any:
         """From 1 to 5."""
@@ -202,6 +213,8 @@ class Runner:
     def kept(self, op: Op, decide: Callable[[], Any], inside: str) -> Any:
         """What is decided, kept in one of the ways that layers use."""
         name = f"{op.kind} {op.site}"
+        if inside == "region":
+            self.in_regions.add(op.site)
         if self.lane is None:
             return decide()
         if op.style == "once" and inside == "region":
@@ -250,12 +263,10 @@ class Runner:
         return jnp.sin(x) * jax.random.bits(key, x.shape, jnp.uint8).astype(jnp.float32) / 128
 
     def do_host(self, op: Op, x: Any, w: Any, at: Any, inside: str) -> Any:
-        """Values of Python and numpy. While x is abstract they are the same in every trace."""
-        known = not isinstance(at, jax.core.Tracer) and x.to_concrete_value() is not None
+        """Values of Python and numpy. What is traced decides alike in every trace."""
 
         def decide() -> Any:
-            number = self.number(op, at) if known else 0
-            k = int(self.router._answer(number, None)) if known else 1 + op.site % 5
+            k = int(self.router.answer(self.number(op, at), None)) if self.on_values else 1 + op.site % 5
             return k > 2, np.full((3,), k, np.float32), float(k), "sine" if k % 2 else "cosine"
 
         if inside != "region" and op.style != "once":
@@ -263,6 +274,11 @@ class Runner:
         flag, row, k, name = self.kept(op if op.style != "returned" else Op(op.kind, "seed", (), op.site), decide, inside)
         y = x * row if flag else x + row
         return 0.2 * (jnp.sin(y) if name == "sine" else jnp.cos(y)) * k
+
+    def do_leak(self, op: Op, x: Any, w: Any, at: Any, inside: str) -> Any:
+        """Saves what carries a tangent."""
+        (y,) = save_for_recompute(jnp.sin(x), name="leak")
+        return x * y
 
     # ---------------------------------------------------------------------------------------- other steps
 
@@ -308,7 +324,7 @@ class Runner:
                 return {"y": Pair(self.run(body, x, w, more[0], "region"), more), "n": [w * 2, "text"]}
 
             out = self.wrap(layer_of_containers, label=f"L{op.site}")(Pair(x, {"w": w}), (at, None, "s"))
-            assert out["n"][1] == out["y"].two[2] + "text"[1:] or out["n"][1] == "text"
+            assert (out["n"][1], out["y"].two[1:]) == ("text", (None, "s"))
             y = out["y"].one + 0.1 * out["n"][0][0]
         if op.style == "closure":
             y = self.wrap(lambda x: self.run(body, x, w, at, "region"))(x)
@@ -328,6 +344,8 @@ class Runner:
         return layer(layer(x, w, at * 3 + 1), w, at * 3 + 2)
 
     def do_attempt(self, op: Op, x: Any, w: Any, at: Any, inside: str) -> Any:
+        self.in_vain |= {inner.site for inner in everything(op.bodies[0])}
+
         def fails(x: Any, w: Any, at: Any) -> Any:
             self.run(op.bodies[0], x, w, at, "region")
             raise ArithmeticError

@@ -1,0 +1,264 @@
+"""Random programs of layers, against the same programs without remat."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+
+from roundpipe_core._phase import thread
+from roundpipe_jax import GradientError, OptionError, RoundPipeError, TapeError, _staging, doing_recompute, record, replay
+from tests.fuzz import examples
+from tests.on_jax.interpreter import interpreted
+from tests.on_jax.oracle import LANES, Router, gradient, same
+from tests.on_jax.programs import INNER, SITE, X1, Boom, Interrupt, Op, Runner, W, X, everything, kinds, programs
+
+Function = Callable[[Any, Any], Any]
+
+
+class Form(NamedTuple):
+    """What is done with a program: from its function to values and slopes."""
+
+    run: Callable[[Runner, tuple[Op, ...]], tuple[Any, Any]]
+    forward_mode: bool = False
+    on_values: bool = False  # whether Python sees the values of x
+
+
+def slopes_of_slopes(f: Function) -> tuple[Any, Any]:
+    return (), jax.jit(gradient(lambda x, w: jax.grad(lambda x: (f(x, w) ** 2).sum())(x)))(X, W)
+
+
+def in_scan(f: Function) -> Function:
+    return lambda x, w: lax.scan(lambda c, _: (f(c, w), None), x, None, length=2)[0]
+
+
+def linearized(f: Function) -> tuple[Any, Any]:
+    y, push = jax.linearize(f, X, W)
+    return y, (push(jnp.cos(X), W), push(X, jnp.sin(W)))
+
+
+def in_other_order(f: Function) -> tuple[Any, Any]:
+    (one, pull_one), (two, pull_two) = (jax.vjp(f, x, W) for x in (X, X1))
+    return (one, two), (pull_two(one), pull_one(two), pull_two(two))
+
+
+def form(of: Callable[[Function], tuple[Any, Any]], **known: bool) -> Form:
+    """What needs no more than the program's function."""
+    return Form(lambda runner, program: of(runner.function(program)), **known)
+
+
+FORMS = {
+    "eager": form(lambda f: gradient(f)(X, W), on_values=True),
+    "jit": form(lambda f: jax.jit(gradient(f))(X, W)),
+    "grad(jit)": form(lambda f: gradient(jax.jit(f))(X, W)),
+    "vmap(grad)": form(lambda f: jax.vmap(gradient(f), (0, None))(jnp.stack([X, X1]), W)),
+    "grad of grad": form(slopes_of_slopes),
+    "in scan": form(lambda f: gradient(in_scan(f))(X, W)),
+    "forward": form(lambda f: jax.jvp(f, (X, W), (jnp.cos(X), jnp.sin(W))), forward_mode=True, on_values=True),
+    "linearize": form(linearized, forward_mode=True),
+    "vjp twice": form(in_other_order, on_values=True),
+    "values": form(lambda f: (f(X, W), ()), on_values=True),
+}
+TRACED = {*INNER, "stock", "layers"}
+FORM = st.sampled_from(sorted(FORMS))
+LANE = st.sampled_from(LANES)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def run_in_steps() -> Iterator[None]:
+    with interpreted():
+        yield
+
+
+class Case:
+    """A program in one lane and one form. It is compared with itself without remat."""
+
+    def __init__(self, program: tuple[Op, ...], lane: Any, form: Form) -> None:
+        self.program, self.lane, self.form = program, lane, form
+        traced = bool(kinds(program) & TRACED)
+        self.on_values = form.on_values and not traced
+        # The residual lane says so where it cannot.
+        self.may_refuse = lane == "custom_vjp" and (form.forward_mode or traced)
+
+    def runner(self, lane: Any = None, **options: Any) -> Runner:
+        return Runner(lane, on_values=self.on_values, **options)
+
+    def check(self, ours: Runner | None = None, exact: bool = True) -> None:
+        plain, ours = self.runner(), ours or self.runner(self.lane)
+        want = self.form.run(plain, self.program)
+        try:
+            got = self.form.run(ours, self.program)
+        except OptionError:
+            check_phase()
+            assert self.may_refuse
+            OUTCOMES["refused"] += 1
+            return
+        OUTCOMES["right"] += 1
+        check_phase()
+        if exact:  # the same operations in the same order
+            same_bits(got[0], want[0])
+        same(got, want, 1e-4)  # slopes of what is used at several places are added in another order
+        check_decisions(plain, ours)
+
+
+OUTCOMES: collections.Counter[str] = collections.Counter()
+
+
+def check_phase() -> None:
+    assert doing_recompute() is False
+    assert thread.run is None
+
+
+def check_decisions(plain: Runner, ours: Runner) -> None:
+    """R8: each as often as without remat. Those that nothing uses may be left out by what compiles a trace."""
+    wanted, made = plain.router.counts, ours.router.counts
+    needed = {number: count for number, count in wanted.items() if number // SITE not in plain.in_vain}
+    assert {number: made[number] for number in needed} == needed
+    assert made <= wanted
+
+
+def same_bits(got: Any, want: Any) -> None:
+    for one, two in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+@examples(110)
+@given(programs(), LANE, FORM, st.booleans())
+def test_gradients_are_those_without_remat(program: Any, lane: Any, form: str, unknown: bool) -> None:  # R8, R10
+    if unknown:  # and so all layers begin as if they saved nothing in inner traces
+        _staging._hints.clear()
+    Case(program, lane, FORMS[form]).check()
+
+
+@examples(15)
+@given(programs(inner=False), LANE, FORM)
+def test_gradients_of_nested_regions(program: Any, lane: Any, form: str) -> None:
+    Case(program, lane, FORMS[form]).check()
+
+
+def test_few_programs_were_refused() -> None:
+    if OUTCOMES["right"]:
+        assert OUTCOMES["refused"] <= OUTCOMES["right"]
+
+
+FUSE = st.integers(1, 12)
+FAILURE = st.sampled_from([Boom, Interrupt])
+
+
+@examples(25)
+@given(programs(), LANE, FORM, FUSE, FAILURE)
+def test_a_failure_anywhere_and_another_try(program: Any, lane: Any, form: str, fuse: int, failure: Any) -> None:
+    case = Case(program, lane, FORMS[form])
+    runner = case.runner(lane, fuse=fuse, failure=failure)
+    with contextlib.suppress(failure, OptionError):
+        case.form.run(runner, program)
+    check_phase()  # R11
+    runner.fuse, runner.router = None, Router()
+    case.check(runner)
+
+
+@examples(10)
+@given(programs(), LANE, st.integers(0, 3), FORM)
+def test_a_value_with_a_tangent_is_refused(program: Any, lane: Any, place: int, form: str) -> None:  # R5
+    (first, *rest) = program
+    (body,) = first.bodies
+    body = (*body[:place], Op("leak", site=999), *body[place:])
+    case = Case((replace(first, bodies=(body,)), *rest), lane, FORMS[form])
+    if form == "values":
+        return case.check()
+    with pytest.raises((GradientError, *((OptionError,) if case.may_refuse else ()))):
+        case.form.run(case.runner(lane), case.program)
+    check_phase()
+
+
+def jitted_twice(runner: Runner, program: tuple[Op, ...]) -> tuple[Any, Any]:
+    """A step, and the same with other numbers, of which nothing is traced."""
+    step = jax.jit(gradient(runner.function(program)))
+    first = step(X, W)
+    steps = runner.steps
+    second = step(X1, W)
+    assert runner.steps == steps
+    return (first[0], second[0]), (first[1], second[1])
+
+
+@examples(10)
+@given(programs(), LANE)
+def test_an_equal_call_traces_nothing_and_decides_again(program: Any, lane: Any) -> None:
+    Case(program, lane, Form(jitted_twice)).check()
+
+
+@examples(10)
+@given(programs(), LANE, FORM)
+def test_two_threads(program: Any, lane: Any, form: str) -> None:
+    case = Case(program, lane, FORMS[form])
+    faults: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            case.check()
+        except BaseException as fault:
+            faults.append(fault)
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    for fault in faults:
+        raise fault
+
+
+@examples(15)
+@given(programs(), LANE, FORM)
+def test_nothing_outlives_its_graph(program: Any, lane: Any, form: str) -> None:  # R9
+    case = Case(program, lane, FORMS[form])
+    case.check()  # JAX keeps some constants of its own
+    gc.collect()
+    before = len(jax.live_arrays())
+    case.check()
+    gc.collect()
+    assert len(jax.live_arrays()) <= before
+
+
+@examples(15)
+@given(programs(), LANE, st.booleans())
+def test_a_replay_decides_nothing(program: Any, lane: Any, jitted: bool) -> None:  # R13
+    case = Case(program, lane, FORMS["jit"] if jitted else FORMS["eager"])
+    plain, first, second = case.runner(), case.runner(lane), case.runner(lane)
+    want = gradient(plain.function(program))(X, W)
+
+    def recorded(x: Any, w: Any) -> Any:
+        with record() as tape:
+            y = first.function(program)(x, w)
+        return y, tape
+
+    def replayed(tape: Any, x: Any, w: Any) -> Any:
+        with replay(tape):
+            return gradient(second.function(program))(x, w)
+
+    wrap: Any = jax.jit if jitted else lambda f: f
+    try:
+        _, tape = wrap(recorded)(X, W)
+        second.router.counts.update(first.router.counts)  # deciding again gives something else
+        got = wrap(replayed)(tape, X, W)
+    except (OptionError, TapeError):
+        check_phase()
+        assert kinds(program) & TRACED
+        return
+    check_phase()
+    same(got, want, 1e-4)
+    check_decisions(plain, first)
+    again = second.router.counts - first.router.counts
+    assert not {number // SITE for number in again} & second.in_regions
