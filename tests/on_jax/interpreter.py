@@ -46,9 +46,13 @@ def scanned(*args: Any, length: int, reverse: bool, num_consts: int, num_carry: 
 def looped(*args: Any, cond_nconsts: int, cond_jaxpr: Any, body_nconsts: int, body_jaxpr: Any, **_: Any) -> Any:
     first = cond_nconsts + body_nconsts
     carry = list(args[first:])
-    while evaluated(cond_jaxpr, *args[:cond_nconsts], *carry)[0]:
-        carry = evaluated(body_jaxpr, *args[cond_nconsts:first], *carry)
-    return carry
+    while True:
+        (go,) = evaluated(cond_jaxpr, *args[:cond_nconsts], *carry)
+        if not jnp.any(go):
+            return carry
+        after = evaluated(body_jaxpr, *args[cond_nconsts:first], *carry)
+        rows = [jnp.reshape(go, (*go.shape, *(1,) * (array.ndim - go.ndim))) for array in after]  # under vmap each its own
+        carry = [jnp.where(row, new, old) for row, new, old in zip(rows, after, carry, strict=True)]
 
 
 def branched(index: Any, *args: Any, branches: Any, **_: Any) -> Any:
