@@ -347,6 +347,21 @@ def test_a_replay_keeps_too() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_a_replay_keeps_in_an_inner_trace_too(way: str) -> None:
+    def f(x: Any) -> Any:
+        (scale,) = save_for_recompute(jnp.argmax(jax.lax.stop_gradient(x[:, 0])) + 1)
+        return jax.lax.scan(lambda x, w: (keep(jnp.tanh, x @ w) * scale, None), x, W)[0].sum()
+
+    def run(tape: Any, x: Any) -> Any:
+        with replay(tape):
+            return jax.grad(remat(f, label="layer"))(x)
+
+    with record() as tape:
+        remat(f, label="layer")(X)
+    same(WAYS[way](run)(tape, X), jax.grad(f)(X))
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("inside", [lambda f: f, in_a_scan])
 def test_a_decision_inside_does_not_get_on_a_tape(way: str, inside: Any) -> None:
     f = remat(inside(layer(deciding(Router()))), label="layer")
