@@ -378,12 +378,14 @@ def _line_up(run: Any, kept: Kept, leaves: list[Any], nodes: int) -> None:
 
 def _reached(outputs: Iterable[torch.Tensor], arguments: list[torch.Tensor], begun: int) -> tuple[list[int], bool]:
     """The arguments that a gradient of the outputs gets to, and whether it gets to other nodes from before."""
+    waiting: list[_Node] = [out.grad_fn for out in outputs]
+    if not waiting:  # in inference mode a weight could not even be asked for its edge
+        return [], False
     edges: dict[tuple[_Node, int], int] = {}
     for n, tensor in enumerate(arguments):
         if tensor.requires_grad:
             edge: Any = get_gradient_edge(tensor)
             edges.setdefault((edge[0], edge[1]), n)
-    waiting: list[_Node] = [out.grad_fn for out in outputs]
     seen, foreign = set(waiting), False
     reached: set[int] = set()
     while waiting:

@@ -28,10 +28,9 @@ from ._errors import (
     drawn_in_another_layout,
     sharded_inside,
     started_inside,
-    tensor_changed,
     wrong_option,
 )
-from ._frames import Options, TorchRun, is_told
+from ._frames import Options, TorchRun, is_told, pack_plainly, unpack_plainly
 from ._keep import forget_with, release
 from ._matching import Trace, other_layout, region_codes
 from ._offload import Parcel
@@ -145,7 +144,9 @@ class _Region:
         run = TorchRun(Phase.RECOMPUTE, self.slot, trace, generators)
         run.own_graph = True
         hooks = (
-            saved_tensors_hooks(partial(_note, self.slot, trace), _unnote) if self.trace.told_at >= 0 else _NO_CONTEXT
+            saved_tensors_hooks(partial(_note, self.slot, trace), unpack_plainly)
+            if self.trace.told_at >= 0
+            else _NO_CONTEXT
         )
         try:
             run.observe(self.buffers)
@@ -236,17 +237,10 @@ def _drop(region: _Region, tensor: torch.Tensor) -> Slot:
     return region.slot
 
 
-def _note(slot: Slot, trace: Trace, tensor: torch.Tensor) -> tuple[Slot, torch.Tensor, int]:
+def _note(slot: Slot, trace: Trace, tensor: torch.Tensor) -> Any:
     if trace.told_at >= 0:
         trace.add(trace, tensor)
-    return slot, tensor.detach(), tensor._version  # a node that holds its own output would never die
-
-
-def _unnote(noted: tuple[Slot, torch.Tensor, int]) -> torch.Tensor:
-    slot, tensor, version = noted
-    if tensor._version != version:  # autograd's own check rests where hooks are
-        raise tensor_changed(slot.label, tensor)
-    return tensor
+    return pack_plainly(slot, tensor)
 
 
 def _refuse(slot: Slot) -> torch.Tensor:
@@ -256,6 +250,7 @@ def _refuse(slot: Slot) -> torch.Tensor:
             "asked for.",
             [],
             "return from the layer every tensor that the loss uses (a router's logits recorded on the side too), do "
-            "not differentiate inside the layer, or use the default engine (use_reentrant=False).",
+            "not differentiate inside the layer other than in recompute_once(...), or use the default engine "
+            "(use_reentrant=False).",
         )
     )

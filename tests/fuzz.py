@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import hypothesis
+from hypothesis import Phase
 
 __all__ = ["TIMES", "examples", "seeds"]
 
@@ -23,6 +24,7 @@ def examples(count: int) -> hypothesis.settings:
         derandomize=TIMES == 1,
         database=None,
         deadline=None,
+        phases=(Phase.generate, Phase.shrink),
         print_blob=True,
         suppress_health_check=list(hypothesis.HealthCheck),
     )

@@ -738,11 +738,11 @@ def test_without_gradient(way) -> None:
 @pytest.mark.parametrize("way", ENGINES)
 def test_inference_tensors_from_within(way) -> None:
     def scenario(way):
-        x = leaf(3, 4)
+        x, w = leaf(3, 4), leaf(4, seed=1)
 
         def layer(x):
             with torch.inference_mode():
-                shift = keep(lambda h: h + 3, torch.ones(3, 4))
+                shift = keep(torch.add, torch.ones(3, 4), w)  # a weight that carries gradient elsewhere
                 shift.mul_(2)
             return (x * shift.clone()).exp()
 
