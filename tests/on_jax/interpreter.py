@@ -51,7 +51,9 @@ def looped(*args: Any, cond_nconsts: int, cond_jaxpr: Any, body_nconsts: int, bo
         if not jnp.any(go):
             return carry
         after = evaluated(body_jaxpr, *args[cond_nconsts:first], *carry)
-        rows = [jnp.reshape(go, (*go.shape, *(1,) * (array.ndim - go.ndim))) for array in after]  # under vmap each its own
+        rows = [
+            jnp.reshape(go, (*go.shape, *(1,) * (array.ndim - go.ndim))) for array in after
+        ]  # under vmap each its own
         carry = [jnp.where(row, new, old) for row, new, old in zip(rows, after, carry, strict=True)]
 
 

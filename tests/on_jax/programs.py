@@ -29,9 +29,24 @@ from roundpipe_jax import (
 )
 from tests.on_jax.oracle import STYLES, Router, W, X
 
-__all__ = ["INNER", "SITE", "X1", "Boom", "Interrupt", "Op", "Runner", "W", "X", "everything", "kinds", "programs"]
+__all__ = [
+    "INNER",
+    "SITE",
+    "TRACED",
+    "X1",
+    "Boom",
+    "Interrupt",
+    "Op",
+    "Runner",
+    "W",
+    "X",
+    "everything",
+    "kinds",
+    "programs",
+]
 
 INNER = ("scan", "cond", "switch", "vmap", "jit", "slope")  # what runs its body in a trace of its own
+TRACED = {*INNER, "stock", "layers"}
 REGIONS = ("region", "shared", "layers", "attempt")
 X1 = jnp.cos(X)
 SITE = 100  # decisions of one site have numbers from SITE times that of the site
@@ -89,8 +104,7 @@ BODIES = {"cond": 2, "switch": 3}
 @st.composite
 def bodies(draw: Any, depth: int, rows: bool, stock: bool, outer: tuple[str, ...]) -> tuple[Op, ...]:
     """`rows`: x has rows yet. `stock`: what is saved is kept by a policy of `jax.checkpoint`."""
-    count = draw(st.integers(1, 3 if depth > 1 else 2))
-    return tuple(draw(ops(depth, rows, stock, outer)) for _ in range(count))
+    return tuple(draw(ops(depth, rows, stock, outer)) for _ in range(draw(st.integers(1, 2))))
 
 
 @st.composite
@@ -100,9 +114,7 @@ def ops(draw: Any, depth: int, rows: bool, stock: bool, outer: tuple[str, ...]) 
         kind = "jit"
     if kind in OUTER:
         own = stock and kind not in REGIONS or kind == "stock"
-        inside = tuple(
-            draw(bodies(depth - 1, rows and kind != "vmap", own, outer)) for _ in range(BODIES.get(kind, 1))
-        )
+        inside = tuple(draw(bodies(depth - 1, rows and kind != "vmap", own, outer)) for _ in range(BODIES.get(kind, 1)))
     else:
         inside, own = (), stock
     return Op(kind, draw(styles(kind, own)), inside)
@@ -118,9 +130,9 @@ def styles(kind: str, stock: bool) -> st.SearchStrategy[str]:
     return st.just("")
 
 
-def programs(*, depth: int = 2, inner: bool = True) -> st.SearchStrategy[tuple[Op, ...]]:
-    """Programs with at least one region that decides. `inner`: with loops, branches, jitted functions."""
-    outer = tuple(kind for kind in OUTER if inner or kind not in (*INNER, "stock", "layers"))
+def programs(*, depth: int = 2, traced: bool = True) -> st.SearchStrategy[tuple[Op, ...]]:
+    """Programs with at least one region that decides. `traced`: with loops, branches, jitted functions."""
+    outer = tuple(kind for kind in OUTER if traced or kind not in TRACED)
 
     @st.composite
     def drawn(draw: Any) -> tuple[Op, ...]:
@@ -271,7 +283,9 @@ class Runner:
 
         if inside != "region" and op.style != "once":
             return x * 0.9  # a save there belongs to no layer, and would decide twice in the recompute of another
-        flag, row, k, name = self.kept(op if op.style != "returned" else Op(op.kind, "seed", (), op.site), decide, inside)
+        flag, row, k, name = self.kept(
+            op if op.style != "returned" else Op(op.kind, "seed", (), op.site), decide, inside
+        )
         y = x * row if flag else x + row
         return 0.2 * (jnp.sin(y) if name == "sine" else jnp.cos(y)) * k
 
