@@ -29,7 +29,7 @@ _run = jit_p.impl
 
 def evaluated(closed: Any, *args: Any) -> list[Any]:
     """The results of a program, of whose operations only those run that are needed, as compiled."""
-    jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
     return jax.core.eval_jaxpr(jaxpr, closed.consts, *args)
 
 

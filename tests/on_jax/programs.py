@@ -34,7 +34,7 @@ __all__ = [
     "SITE",
     "TRACED",
     "X1",
-    "Boom",
+    "BoomError",
     "Interrupt",
     "Op",
     "Runner",
@@ -55,7 +55,7 @@ SITE = 100  # decisions of one site have numbers from SITE times that of the sit
 CALLS = ("plain", "keywords", "static", "containers", "closure", "told", "policy")
 
 
-class Boom(Exception):
+class BoomError(Exception):
     """A failure of the user's code."""
 
 
@@ -113,7 +113,7 @@ def ops(draw: Any, depth: int, rows: bool, stock: bool, outer: tuple[str, ...]) 
     if kind == "vmap" and not rows:
         kind = "jit"
     if kind in OUTER:
-        own = stock and kind not in REGIONS or kind == "stock"
+        own = (stock and kind not in REGIONS) or kind == "stock"
         inside = tuple(draw(bodies(depth - 1, rows and kind != "vmap", own, outer)) for _ in range(BODIES.get(kind, 1)))
     else:
         inside, own = (), stock
@@ -184,11 +184,12 @@ class Runner:
         *,
         on_values: bool = False,
         fuse: int | None = None,
-        failure: type[BaseException] = Boom,
+        failure: type[BaseException] = BoomError,
     ) -> None:
         self.router, self.lane, self.on_values = Router(), lane, on_values
         self.fuse, self.failure = fuse, failure
         self.steps = 0
+        self.closures: dict[int, Callable[[Any, Any, Any], Any]] = {}
         self.in_regions: set[int] = set()  # sites whose decisions a slot keeps
         self.in_vain: set[int] = set()  # sites that decide what nothing uses: compiled, they may be left out
         self.layers_told = {mode: remat(told, mode=mode) for mode in ("checkpoint", "custom_vjp")}
@@ -341,7 +342,7 @@ class Runner:
             assert (out["n"][1], out["y"].two[1:]) == ("text", (None, "s"))
             y = out["y"].one + 0.1 * out["n"][0][0]
         if op.style == "closure":
-            y = self.wrap(lambda x: self.run(body, x, w, at, "region"))(x)
+            y = self.closure_of(op)(x, w, at)
         if op.style == "told":
             layer = told if self.lane is None else self.layers_told[self.lane]
             y = layer(x, w, at, Told(self, op))
@@ -352,6 +353,22 @@ class Runner:
             )
             y = layer(x, w, at)
         return y
+
+    def closure_of(self, op: Op) -> Callable[[Any, Any, Any], Any]:
+        """A layer made once, which closes over what is another in each call."""
+        if op.site not in self.closures:
+            cells: dict[str, Any] = {}
+            layer = self.wrap(lambda x: self.run(op.bodies[0], x, cells["w"], cells["at"], "region"))
+
+            def call(x: Any, w: Any, at: Any) -> Any:
+                cells.update(w=w, at=at)
+                try:
+                    return layer(x)
+                finally:
+                    cells.clear()
+
+            self.closures[op.site] = call
+        return self.closures[op.site]
 
     def do_shared(self, op: Op, x: Any, w: Any, at: Any, inside: str) -> Any:
         layer = self.wrap(lambda x, w, at: self.run(op.bodies[0], x, w, at, "region"))

@@ -23,7 +23,7 @@ from roundpipe_jax import GradientError, OptionError, TapeError, _staging, doing
 from tests.fuzz import examples
 from tests.on_jax.interpreter import interpreted
 from tests.on_jax.oracle import LANES, Router, gradient, same
-from tests.on_jax.programs import SITE, TRACED, X1, Boom, Interrupt, Op, Runner, W, X, kinds, programs
+from tests.on_jax.programs import SITE, TRACED, X1, BoomError, Interrupt, Op, Runner, W, X, kinds, programs
 
 # ------------------------------------------------------------------------------- what is done with a program
 
@@ -188,7 +188,7 @@ def test_gradients_of_compiled_programs(program: Any, lane: Any) -> None:
 
 
 @examples(12)
-@given(programs(), LANE, FORM, st.integers(1, 12), st.sampled_from([Boom, Interrupt]))
+@given(programs(), LANE, FORM, st.integers(1, 12), st.sampled_from([BoomError, Interrupt]))
 def test_a_failure_anywhere_and_another_try(program: Any, lane: Any, form: str, fuse: int, failure: Any) -> None:
     case = Case(program, lane, FORMS[form])
     runner = case.runner(lane, fuse=fuse, failure=failure)
