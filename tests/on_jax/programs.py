@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -156,19 +156,6 @@ class Pair:
 
     one: Any
     two: Any
-
-
-class Told(NamedTuple):
-    """What a layer of the module is told, and no array."""
-
-    runner: Runner
-    op: Op
-
-    def __hash__(self) -> int:
-        return hash((id(self.runner), self.op))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Told) and (self.runner is other.runner and self.op == other.op)
 
 
 class Runner:
@@ -345,7 +332,7 @@ class Runner:
             y = self.closure_of(op)(x, w, at)
         if op.style == "told":
             layer = told if self.lane is None else self.layers_told[self.lane]
-            y = layer(x, w, at, Told(self, op))
+            y = layer(x, w, at, self, op)
         if op.style == "policy":
             mark = jax.ad_checkpoint.checkpoint_name
             layer = self.wrap(
@@ -440,6 +427,6 @@ class Runner:
         return x - 0.1 * jax.grad(lambda x: jnp.sum(self.run(op.bodies[0], x, w, at, inside)))(x)
 
 
-def told(x: Any, w: Any, at: Any, what: Told) -> Any:
+def told(x: Any, w: Any, at: Any, runner: Runner, op: Op) -> Any:
     """A layer that is no closure, so that what is known of it lasts."""
-    return what.runner.run(what.op.bodies[0], x, w, at, "region")
+    return runner.run(op.bodies[0], x, w, at, "region")
