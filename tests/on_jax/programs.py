@@ -52,7 +52,7 @@ X1 = jnp.cos(X)
 SITE = 100  # decisions of one site have numbers from SITE times that of the site
 
 # The ways to call a region.
-CALLS = ("plain", "keywords", "static", "containers", "closure", "told", "policy")
+CALLS = ("plain", "keywords", "static", "containers", "closure", "constant", "told", "policy")
 
 
 class BoomError(Exception):
@@ -328,7 +328,7 @@ class Runner:
             out = self.wrap(layer_of_containers, label=f"L{op.site}")(Pair(x, {"w": w}), (at, None, "s"))
             assert (out["n"][1], out["y"].two[1:]) == ("text", (None, "s"))
             y = out["y"].one + 0.1 * out["n"][0][0]
-        if op.style == "closure":
+        if op.style in ("closure", "constant"):
             y = self.closure_of(op)(x, w, at)
         if op.style == "told":
             layer = told if self.lane is None else self.layers_told[self.lane]
@@ -342,15 +342,19 @@ class Runner:
         return y
 
     def closure_of(self, op: Op) -> Callable[[Any, Any, Any], Any]:
-        """A layer made once, which closes over what is another in each call."""
+        """A layer made once, which closes over what is another in each call, with or without a tangent."""
         if op.site not in self.closures:
             cells: dict[str, Any] = {}
-            layer = self.wrap(lambda x: self.run(op.bodies[0], x, cells["w"], cells["at"], "region"))
+
+            def body(x: Any, w: Any) -> Any:
+                return self.run(op.bodies[0], x * cells["k"], w, cells["at"], "region")
+
+            layer = self.wrap(body if op.style == "constant" else lambda x: body(x, cells["w"]))
 
             def call(x: Any, w: Any, at: Any) -> Any:
-                cells.update(w=w, at=at)
+                cells.update(w=w, at=at, k=1 + 0.5 * jnp.tanh(jnp.sum(lax.stop_gradient(x))))
                 try:
-                    return layer(x)
+                    return layer(x, w) if op.style == "constant" else layer(x)
                 finally:
                     cells.clear()
 
@@ -424,6 +428,9 @@ class Runner:
         return jax.jit(self.branch(op, 0, inside))(x, w, at)
 
     def do_slope(self, op: Op, x: Any, w: Any, at: Any, inside: str) -> Any:
+        for inner in everything(op.bodies[0]):  # a second slope of what is linear does not depend on it
+            if inner.kind == "slope":
+                self.in_vain |= {one.site for one in everything(inner.bodies[0])}
         return x - 0.1 * jax.grad(lambda x: jnp.sum(self.run(op.bodies[0], x, w, at, inside)))(x)
 
 
