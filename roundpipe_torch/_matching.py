@@ -72,11 +72,12 @@ class Trace:
     """The packs of one run, and where its segments begin."""
 
     __slots__ = (
-        "__weakref__", "base", "begun", "layouts", "leaves", "live", "makers", "numbers", "packs", "places", "refs",
-        "standing", "starts", "told_at",
+        "__weakref__", "_expected", "base", "begun", "layouts", "leaves", "live", "makers", "numbers", "packs",
+        "places", "refs", "standing", "starts", "told_at",
     )  # fmt: skip
 
-    def __init__(self, debug: bool, locating: bool) -> None:
+    def __init__(self, debug: bool, locating: bool, of: Trace | None = None) -> None:
+        """`of`: the forward's, for a recompute."""
         self.refs: list[Any] = []  # weak references to the holders
         self.packs: list[Saved] = []
         self.starts: list[int] = [0]
@@ -84,6 +85,7 @@ class Trace:
         self.told_at = 0 if locating else -1  # nodes made before the layer learned its phase; -1: it does not know
         self.numbers: list[int] = []  # of the node that saves each pack
         self.makers: list[tuple[str, int] | None] = []  # name and place of the node that made each pack, once told
+        self._expected = -1 if of is None else of.told_at
         self.layouts: dict[int, tuple[int, ...]] = {}  # strides of each pack, once told
         self.leaves: dict[int, Leaf] = {}
         self.standing: dict[tuple[int, int], tuple[str, int]] = {}  # makers of what stands for outputs of another node
@@ -104,6 +106,8 @@ class Trace:
         self.refs.append(weakref.ref(holder))
         count = node_count()
         line = maker = None
+        if self.told_at < 0 <= self._expected < count - self.begun:  # the forward asked, if only for a log
+            self.told_at = self._expected
         if self.told_at >= 0:
             line, node = _line(), tensor.grad_fn
             if node is not None:
@@ -123,6 +127,11 @@ class Trace:
         self.makers.append(maker)
         if self.places is not None:
             self.places.append("at " + user_line())
+
+    def witness(self, tensor: torch.Tensor) -> None:
+        """Note a pack for its layout alone: one of a region inside, or one that nothing is matched with."""
+        if self.told_at >= 0 or self._expected >= 0:
+            self.add(self, tensor)
 
     def maker(self, tensor: torch.Tensor) -> tuple[str, int] | None:
         """Name and place of the node that made `tensor`."""

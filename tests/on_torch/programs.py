@@ -135,11 +135,15 @@ class Env(NamedTuple):
 
 
 class OopsError(Exception):
-    """What a program raises."""
+    """What a program raises and catches."""
+
+
+class FaultError(Exception):
+    """What it does not catch."""
 
 
 class HaltError(BaseException):
-    """What `except Exception` does not catch."""
+    """The same, and `except Exception` does not catch it either."""
 
 
 Body = tuple[Any, ...]
