@@ -72,7 +72,7 @@ class Trace:
     """The packs of one run, and where its segments begin."""
 
     __slots__ = (
-        "__weakref__", "_expected", "base", "begun", "layouts", "leaves", "live", "makers", "numbers", "packs",
+        "__weakref__", "_of", "_untold", "base", "begun", "layouts", "leaves", "live", "makers", "numbers", "packs",
         "places", "refs", "standing", "starts", "told_at",
     )  # fmt: skip
 
@@ -85,7 +85,8 @@ class Trace:
         self.told_at = 0 if locating else -1  # nodes made before the layer learned its phase; -1: it does not know
         self.numbers: list[int] = []  # of the node that saves each pack
         self.makers: list[tuple[str, int] | None] = []  # name and place of the node that made each pack, once told
-        self._expected = -1 if of is None else of.told_at
+        self._untold = 0  # packs before that
+        self._of = of
         self.layouts: dict[int, tuple[int, ...]] = {}  # strides of each pack, once told
         self.leaves: dict[int, Leaf] = {}
         self.standing: dict[tuple[int, int], tuple[str, int]] = {}  # makers of what stands for outputs of another node
@@ -99,15 +100,16 @@ class Trace:
     def told(self) -> None:
         """The layer knows its phase: from now on note which line makes a pack."""
         if self.told_at < 0:
-            self.told_at = node_count() - self.begun
+            self.told_at, self._untold = node_count() - self.begun, len(self.packs)
 
     def add(self, holder: Any, tensor: torch.Tensor) -> None:
         """Note a pack."""
         self.refs.append(weakref.ref(holder))
         count = node_count()
         line = maker = None
-        if self.told_at < 0 <= self._expected < count - self.begun:  # the forward asked, if only for a log
-            self.told_at = self._expected
+        of = self._of
+        if self.told_at < 0 and of is not None and of.told_at >= 0 and len(self.packs) >= of._untold:
+            self.told_at = of.told_at  # the forward asked here, if only for a log
         if self.told_at >= 0:
             line, node = _line(), tensor.grad_fn
             if node is not None:
@@ -130,7 +132,7 @@ class Trace:
 
     def witness(self, tensor: torch.Tensor) -> None:
         """Note a pack for its layout alone: one of a region inside, or one that nothing is matched with."""
-        if self.told_at >= 0 or self._expected >= 0:
+        if self.told_at >= 0:
             self.add(self, tensor)
 
     def maker(self, tensor: torch.Tensor) -> tuple[str, int] | None:

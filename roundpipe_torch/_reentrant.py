@@ -139,7 +139,7 @@ class _Region:
         return not_misled(self.buffers, lambda: self._replay(tensors, watch))
 
     def _replay(self, tensors: tuple[torch.Tensor, ...], watch: DrawWatch | None) -> tuple[list[Any], bool]:
-        generators, trace = self.generators, Trace(False, self.located, self.trace)
+        generators, trace = self.generators, Trace(False, self.located)
         kept = generators.now() if generators else []
         visit = Visit(generators)
         run = TorchRun(Phase.RECOMPUTE, self.slot, trace, generators)
