@@ -460,7 +460,7 @@ class Frame:
             raise other_node(self.slot.label, self.trace.told_of(holder.index), node.name(), made_for)
 
     def turn(self) -> int:
-        """Which call of autograd inside the forward is asking now."""
+        """Which call of autograd inside the forward is asking now, of those that did."""
         return _number_in(self._turns)
 
     def needed(self) -> list[int]:
@@ -660,6 +660,8 @@ def _unpack(holder: Holder) -> torch.Tensor:
 
 
 def _value_of(holder: Holder) -> torch.Tensor:
+    if not holder.frame.returned:
+        holder.frame.turn()
     value = holder.value
     if value is None:
         value = holder.frame.recover(holder)
