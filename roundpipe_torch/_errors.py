@@ -98,10 +98,11 @@ def not_yet(layer: str) -> CheckpointMismatchError:
     """The recompute got ahead of a forward that waits for it: it asks for what the forward has not saved yet."""
     return CheckpointMismatchError(
         message(
-            f"layer {layer!r}: the forward differentiates inside itself, and its recompute does not do so there.",
+            f"layer {layer!r}: the forward differentiates inside itself, and its recompute got past that point without "
+            "what the forward waits for.",
             [],
-            "put a decision that needs a gradient into recompute_once(...), and do any other differentiation in both "
-            "phases.",
+            "differentiate in both phases, keep no differentiable statistic of one phase only, and put a decision that "
+            "needs a gradient into recompute_once(...).",
         )
     )
 

@@ -90,7 +90,7 @@ class TorchRun(Run):
 
     __slots__ = (
         "__weakref__", "_aligned", "_drew", "_outer", "asked", "buffers", "generators", "keeping", "knowing",
-        "own_graph", "parcel", "plan", "trace", "watching",
+        "own_graph", "parcel", "plan", "trace", "watching", "witnesses",
     )  # fmt: skip
 
     def __init__(
@@ -102,14 +102,16 @@ class TorchRun(Run):
         self.knowing = False  # a recompute of a layer that asks for its phase
         self.watching = False  # buffers may change in here
         self.plan: Offload | None = None
+        self.witnesses: tuple[Trace, ...] = ()  # traces of regions of the second engine around: see `other_layout`
         if outer is not None:
             self.repeats = outer.repeats
             if isinstance(outer, TorchRun):
                 self.own_graph, self.knowing = outer.own_graph, outer.knowing
                 self.watching, self.plan = outer.watching, outer.plan
+                self.witnesses = () if outer.keeping else outer.witnesses
         self.buffers: Buffers | None = None  # of its own region
         self.parcel: Parcel | None = None  # what it has in host memory, once there is something
-        self.keeping = False  # inside a function that the recompute leaves out
+        self.keeping: bool = False  # inside a function that the recompute leaves out
         self.asked = False  # for its phase, in there
         self.trace = trace
         self.generators = generators
@@ -201,8 +203,8 @@ class TorchRun(Run):
     def draw_from(self, numbers: list[torch.Tensor] | None) -> None:
         """Let the generators go on from these states."""
         if self.generators and numbers is not None:
-            self._drew = self.drew()
-            self._aligned = numbers
+            for run in self._around():
+                run._drew, run._aligned = run.drew(), numbers
             self.generators.set(numbers)
 
     def drew(self) -> bool:
@@ -277,7 +279,7 @@ class Frame:
     __slots__ = (
         "__weakref__", "_ambient", "_arrived", "_buffers", "_crowded", "_function", "_generators", "_inputs",
         "_located", "_lock", "_needed", "_options", "_outputs", "_parcel", "_plan", "_turns", "_vain", "_verified",
-        "returned", "slot", "stop_at", "talks", "trace",
+        "_witnesses", "returned", "slot", "stop_at", "talks", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -299,6 +301,7 @@ class Frame:
         self._outputs: Any = None
         self._verified = options.verify == "off" or isinstance(slot, TapedSlot)  # a replay repeats nothing
         self._crowded = False
+        self._witnesses: tuple[Trace, ...] = ()
         self._arrived = -1  # the last backward that recomputed this
         self._vain: tuple[list[int], Trace] | None = None  # packs that this recompute had no partner for
         self._turns: list[int] = []  # calls of autograd inside the forward that asked for a tensor
@@ -313,6 +316,7 @@ class Frame:
         outer = thread.run
         run = TorchRun(phase, self.slot, self.trace, self._generators, outer)
         run.observe(self._buffers)
+        self._witnesses = run.witnesses
         if self._parcel is not None:
             run.plan, run.parcel = self._plan, self._parcel
         visit = Visit(self._generators)
@@ -355,6 +359,8 @@ class Frame:
     def _pack(self, tensor: torch.Tensor) -> Holder:
         holder = Holder(self, len(self.trace.packs))
         self.trace.add(holder, tensor)
+        for trace in self._witnesses:
+            trace.witness(tensor)
         return holder
 
     def recover(self, holder: Holder) -> torch.Tensor:
@@ -454,7 +460,7 @@ class Frame:
             raise other_node(self.slot.label, self.trace.told_of(holder.index), node.name(), made_for)
 
     def turn(self) -> int:
-        """Which call of autograd inside the forward is asking now."""
+        """Which call of autograd inside the forward is asking now, of those that did."""
         return _number_in(self._turns)
 
     def needed(self) -> list[int]:
@@ -517,7 +523,7 @@ class _Recompute:
         self._turns: list[int] = []
         self.relaid = -1  # a pack of the forward that the recompute has with other strides
         self.drew = False  # random numbers, after the last decision; known where `relaid` is
-        self.trace = Trace(frame._options.debug, frame._located)
+        self.trace = Trace(frame._options.debug, frame._located, frame.trace)
         self.done = False
         self._stop_segment = self._stop_offset = -1
         if frame.stop_at >= 0 and not frame.learns():
@@ -654,6 +660,8 @@ def _unpack(holder: Holder) -> torch.Tensor:
 
 
 def _value_of(holder: Holder) -> torch.Tensor:
+    if not holder.frame.returned:
+        holder.frame.turn()
     value = holder.value
     if value is None:
         value = holder.frame.recover(holder)

@@ -72,11 +72,12 @@ class Trace:
     """The packs of one run, and where its segments begin."""
 
     __slots__ = (
-        "__weakref__", "base", "begun", "layouts", "leaves", "live", "makers", "numbers", "packs", "places", "refs",
-        "standing", "starts", "told_at",
+        "__weakref__", "_of", "_untold", "base", "begun", "layouts", "leaves", "live", "makers", "numbers", "packs",
+        "places", "refs", "standing", "starts", "told_at",
     )  # fmt: skip
 
-    def __init__(self, debug: bool, locating: bool) -> None:
+    def __init__(self, debug: bool, locating: bool, of: Trace | None = None) -> None:
+        """`of`: the forward's, for a recompute."""
         self.refs: list[Any] = []  # weak references to the holders
         self.packs: list[Saved] = []
         self.starts: list[int] = [0]
@@ -84,6 +85,8 @@ class Trace:
         self.told_at = 0 if locating else -1  # nodes made before the layer learned its phase; -1: it does not know
         self.numbers: list[int] = []  # of the node that saves each pack
         self.makers: list[tuple[str, int] | None] = []  # name and place of the node that made each pack, once told
+        self._untold = 0  # packs before that
+        self._of = of
         self.layouts: dict[int, tuple[int, ...]] = {}  # strides of each pack, once told
         self.leaves: dict[int, Leaf] = {}
         self.standing: dict[tuple[int, int], tuple[str, int]] = {}  # makers of what stands for outputs of another node
@@ -97,13 +100,16 @@ class Trace:
     def told(self) -> None:
         """The layer knows its phase: from now on note which line makes a pack."""
         if self.told_at < 0:
-            self.told_at = node_count() - self.begun
+            self.told_at, self._untold = node_count() - self.begun, len(self.packs)
 
     def add(self, holder: Any, tensor: torch.Tensor) -> None:
         """Note a pack."""
         self.refs.append(weakref.ref(holder))
         count = node_count()
         line = maker = None
+        of = self._of
+        if self.told_at < 0 and of is not None and of.told_at >= 0 and len(self.packs) >= of._untold:
+            self.told_at = of.told_at  # the forward asked here, if only for a log
         if self.told_at >= 0:
             line, node = _line(), tensor.grad_fn
             if node is not None:
@@ -123,6 +129,11 @@ class Trace:
         self.makers.append(maker)
         if self.places is not None:
             self.places.append("at " + user_line())
+
+    def witness(self, tensor: torch.Tensor) -> None:
+        """Note a pack for its layout alone: one of a region inside, or one that nothing is matched with."""
+        if self.told_at >= 0:
+            self.add(self, tensor)
 
     def maker(self, tensor: torch.Tensor) -> tuple[str, int] | None:
         """Name and place of the node that made `tensor`."""

@@ -104,8 +104,9 @@ class _Region:
         """
         visit = Visit(self.generators)
         try:
-            with torch.enable_grad(), saved_tensors_hooks(partial(_drop, self), _refuse):
-                run = TorchRun(phase, self.slot, self.trace, self.generators, thread.run)
+            run = TorchRun(phase, self.slot, self.trace, self.generators, thread.run)
+            run.witnesses = (*run.witnesses, self.trace)
+            with torch.enable_grad(), saved_tensors_hooks(partial(_drop, self.slot, run.witnesses), _refuse):
                 self.outermost, run.own_graph = not run.own_graph, True
                 run.observe(self.buffers)
                 if self.parcel is not None:
@@ -142,7 +143,7 @@ class _Region:
         kept = generators.now() if generators else []
         visit = Visit(generators)
         run = TorchRun(Phase.RECOMPUTE, self.slot, trace, generators)
-        run.own_graph = True
+        run.own_graph, run.witnesses = True, (trace,)
         hooks = (
             saved_tensors_hooks(partial(_note, self.slot, trace), unpack_plainly)
             if self.trace.told_at >= 0
@@ -231,15 +232,14 @@ class _Reentrant(torch.autograd.Function):
         return (None, None, None, *(tensor.grad for tensor in tensors))
 
 
-def _drop(region: _Region, tensor: torch.Tensor) -> Slot:
-    if region.trace.told_at >= 0:
-        region.trace.add(region, tensor)
-    return region.slot
+def _drop(slot: Slot, witnesses: tuple[Trace, ...], tensor: torch.Tensor) -> Slot:
+    for trace in witnesses:
+        trace.witness(tensor)
+    return slot
 
 
 def _note(slot: Slot, trace: Trace, tensor: torch.Tensor) -> Any:
-    if trace.told_at >= 0:
-        trace.add(trace, tensor)
+    trace.witness(tensor)
     return pack_plainly(slot, tensor)
 
 

@@ -135,11 +135,15 @@ class Env(NamedTuple):
 
 
 class OopsError(Exception):
-    """What a program raises."""
+    """What a program raises and catches."""
+
+
+class FaultError(Exception):
+    """What it does not catch."""
 
 
 class HaltError(BaseException):
-    """What `except Exception` does not catch."""
+    """The same, and `except Exception` does not catch it either."""
 
 
 Body = tuple[Any, ...]
@@ -401,7 +405,10 @@ class Shared(torch.nn.Module):
         self.layer, self._machine = layer, weakref.ref(machine)
         if layer.hook:
             self.register_forward_hook(lambda module, args, out: out * 1.5)
-            self.register_full_backward_pre_hook(lambda module, grads: tuple(grad * 0.5 for grad in grads))
+            # Torch's own hook holds a gradient until a backward has passed the module. One that ends inside of it, as
+            # that of a layer that differentiates inside itself does in a recompute, leaves a cycle through C++ then.
+            if not any(isinstance(step, Force) for step in every((machine.program.region,))):
+                self.register_full_backward_pre_hook(lambda module, grads: tuple(grad * 0.5 for grad in grads))
 
     def forward(self, a: torch.Tensor) -> torch.Tensor:
         machine = self._machine()

@@ -25,11 +25,11 @@ from tests.on_torch.oracle import same
 from tests.on_torch.programs import (
     DEFAULT,
     REENTRANT,
+    FaultError,
     HaltError,
     Kinds,
     Linear,
     Machine,
-    OopsError,
     Program,
     Sort,
     Within,
@@ -291,7 +291,7 @@ def test_both_engines() -> None:
 
 
 def test_failures() -> None:
-    errors = st.sampled_from([OopsError, HaltError])
+    errors = st.sampled_from([FaultError, HaltError])
     tried(150, BOTH._replace(fails=True), errors.map(lambda error: partial(failing_once, error=error)))
 
 
