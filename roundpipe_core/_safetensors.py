@@ -8,6 +8,7 @@ other without gaps. Nothing in a file is believed before it was checked against 
 from __future__ import annotations
 
 import collections
+import itertools
 import json
 import math
 import os
@@ -91,20 +92,15 @@ def _text(head: bytes) -> str:
     return text
 
 
-_STEPS = re.compile(r'"(?:[^"\\]++|\\.?)*+"?|[\[\]{}]', re.DOTALL)
+_BETWEEN_BRACKETS = re.compile(r'(?:[^\[\]{}"]++|"(?:[^"\\]++|\\.?)*+"?)++', re.DOTALL)
+_DEEPER = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 def parsed_json(text: str) -> Any:
     """JSON without what JSON leaves open: keys given twice, NaN, nesting without end."""
-    depth = 0
-    for step in _STEPS.finditer(text):
-        opened = text[step.start()]
-        if opened in "[{":
-            depth += 1
-            if depth > NESTING_LIMIT:
-                raise FaultError(f"JSON nested deeper than {NESTING_LIMIT}")
-        elif opened != '"':
-            depth -= 1
+    brackets = _BETWEEN_BRACKETS.sub("", text)
+    if max(itertools.accumulate(map(_DEEPER.__getitem__, brackets)), default=0) > NESTING_LIMIT:
+        raise FaultError(f"JSON nested deeper than {NESTING_LIMIT}")
     try:
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite)
         if "\\u" in text:

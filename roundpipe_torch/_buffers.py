@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
+from roundpipe_core._slots import Slot
+
 from ._errors import buffer_unknown
 from ._state import modules_of
 from ._views import version_of
@@ -198,9 +200,9 @@ def _as_before(module: torch.nn.Module, name: str, told: bool) -> bool:
 _NO_CONTEXT = contextlib.nullcontext()
 
 
-def copies(buffers: Buffers | None, layer: str, told: bool) -> contextlib.AbstractContextManager[None]:
-    """`buffers.copies`, if there are any."""
-    return _NO_CONTEXT if buffers is None else buffers.copies(layer, told)
+def copies(buffers: Buffers | None, slot: Slot, told: bool) -> contextlib.AbstractContextManager[None]:
+    """`buffers.copies`, if there are any, for the layer of `slot`."""
+    return _NO_CONTEXT if buffers is None else buffers.copies(slot.label, told)
 
 
 def not_misled(buffers: Buffers | None, recompute: Callable[[], T]) -> T:

@@ -42,7 +42,7 @@ from ._errors import (
 )
 from ._inputs import Inputs
 from ._keep import forget_with, keep
-from ._matching import Leaf, Pairs, Trace, match, match_aligned, node_count, node_names, region_codes
+from ._matching import Leaf, Pairs, Trace, cheap_tail, match, match_aligned, node_count, node_names, region_codes
 from ._offload import MOVED, Offload, Parcel, Shipped
 from ._ranks import collectives, keeps_graph, recompute_on_arrival, tell_rank
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replayed
@@ -244,15 +244,15 @@ def unpack_plainly(packed: _Packed) -> torch.Tensor:
 class Holder:
     """What autograd keeps instead of a tensor: its place in a frame, and its value between recompute and use."""
 
-    __slots__ = ("__weakref__", "fault", "frame", "index", "made_for", "value", "version")
+    __slots__ = ("__weakref__", "doubt", "frame", "index", "value", "version")
+    version: int  # of the value
 
     def __init__(self, frame: Frame, index: int) -> None:
         self.frame = frame
         self.index = index
         self.value: torch.Tensor | None = None
-        self.version = 0
-        self.fault: RoundPipeError | None = None  # what speaks against the value
-        self.made_for: str | None = None  # the kind of node that saved a partner found by order alone
+        self.doubt: RoundPipeError | str | None = None
+        """What speaks against the value; or the kind of node that saved it, of a partner found by order alone."""
 
 
 class _Recomputed:
@@ -279,7 +279,7 @@ class Frame:
     __slots__ = (
         "__weakref__", "_ambient", "_arrived", "_buffers", "_crowded", "_function", "_generators", "_inputs",
         "_located", "_lock", "_needed", "_options", "_outputs", "_parcel", "_plan", "_turns", "_vain", "_verified",
-        "_witnesses", "returned", "slot", "stop_at", "talks", "trace",
+        "_witnesses", "returned", "runs_out", "slot", "stop_at", "talks", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -308,6 +308,7 @@ class Frame:
         self.talks = False  # to other ranks
         self.returned = False
         self.stop_at = -1
+        self.runs_out = False  # a recompute that could stop goes on to the layer's end, which is near
         self._located = is_told(thread.run)
         self.trace = Trace(options.debug, self._located)
 
@@ -349,6 +350,7 @@ class Frame:
             recompute_on_arrival(self, outputs, first)
         elif self._options.early_stop and self._verified and self._needed:
             self.stop_at = self._needed[-1]
+            self.runs_out = cheap_tail(outputs, self.trace.numbers[self.stop_at])
         if not self._verified and phase is Phase.FORWARD:
             self._outputs = Audit.copy(outputs)
         self.returned = True
@@ -407,8 +409,9 @@ class Frame:
         def led(watch: DrawWatch | None) -> tuple[_Recompute, bool]:
             return not_misled(self._buffers, lambda: attempt(watch))
 
-        self._arrived, self._vain = torch._C._current_graph_task_id(), None
-        recompute, drew = replayed(led, self._crowded)
+        if self.talks:
+            self._arrived, self._vain = torch._C._current_graph_task_id(), None
+        recompute, drew = replayed(attempt if self._buffers is None else led, self._crowded)
         if self.talks and (lacking := self.lacking()):
             self._vain = lacking, recompute.trace
         if drew:
@@ -422,8 +425,8 @@ class Frame:
         for ours, theirs in pairs.items():
             holder, partner = self.trace.refs[ours](), recompute.refs[theirs]()
             if holder is not None and partner is not None:
-                holder.value, holder.version, holder.made_for = partner.value, partner.version, None
-                holder.fault = self._leaf_fault(ours, recompute.leaves.get(theirs), partner.value)
+                holder.value, holder.version = partner.value, partner.version
+                holder.doubt = self._leaf_fault(ours, recompute.leaves.get(theirs), partner.value)
                 if self.trace.layouts.get(ours) != recompute.layouts.get(theirs):
                     partner.recompute.relaid = ours
 
@@ -435,8 +438,8 @@ class Frame:
         self.fill(guesses, recompute)
         for ours, theirs in guesses.items():
             holder = self.trace.refs[ours]()
-            if holder is not None:
-                holder.made_for = names.get(recompute.numbers[theirs], "nothing that is returned")
+            if holder is not None and holder.doubt is None:
+                holder.doubt = names.get(recompute.numbers[theirs], "nothing that is returned")
 
     def _leaf_fault(self, ours: int, again: Leaf | None, value: torch.Tensor) -> RoundPipeError | None:
         """What speaks against a weight: that it is not the forward's, or not as the forward had it."""
@@ -540,16 +543,17 @@ class _Recompute:
             frame._parcel.arrive()
         args, kwargs = frame.inputs()
         kept = generators.now() if generators else []
-        visit = Visit(generators)
+        visit, tracked = Visit(generators), torch.is_grad_enabled()
         run = TorchRun(Phase.RECOMPUTE, frame.slot, self.trace, generators)
         try:
-            with torch.enable_grad(), frame._ambient.restored():
+            torch._C._set_grad_enabled(True)
+            with frame._ambient.restored():
                 audit = frame._audit(args, kwargs)
                 self.trace.restart()
                 run.draw_from(generators.start if generators else None)
                 run.observe(frame._buffers)
                 run.knowing = frame.trace.told_at >= 0
-                buffers = copies(frame._buffers, frame.slot.label, run.knowing)
+                buffers = copies(frame._buffers, frame.slot, run.knowing)
                 hooks = saved_tensors_hooks(self._pack, _unpack_recomputed)
                 with options.context(1), buffers, hooks, watch or _NO_CONTEXT:
                     thread.run = run
@@ -568,6 +572,7 @@ class _Recompute:
                 raise
             raise not_yet(frame.slot.label) from error
         finally:
+            torch._C._set_grad_enabled(tracked)
             crowded = visit.end()
             self.drew = self.relaid >= 0 and run.drew()
             if generators:
@@ -578,9 +583,9 @@ class _Recompute:
 
     def _pack(self, tensor: torch.Tensor) -> _Recomputed:
         partner = _Recomputed(self, tensor.detach() if tensor.requires_grad else tensor)
-        if self.done:  # somebody swallowed the stop: the layer runs on, for nothing
+        if self.done:  # the layer runs on, for nothing
             return partner
-        trace = self.trace
+        frame, trace = self.frame, self.trace
         trace.add(partner, tensor)
         if (
             len(trace.packs) - trace.starts[-1] == self._stop_offset + 1
@@ -588,7 +593,8 @@ class _Recompute:
             and self._complete()
         ):
             self.done = True
-            raise _Stop(self)
+            if not frame.runs_out:
+                raise _Stop(self)
         return partner
 
     def _complete(self) -> bool:
@@ -667,14 +673,19 @@ def _value_of(holder: Holder) -> torch.Tensor:
         value = holder.frame.recover(holder)
     if not (holder.frame.talks and keeps_graph()):  # else a part of this backward may follow, on some ranks only
         holder.value = None  # a later backward recomputes again; until then nothing is held
-    if holder.fault is not None:
-        fault, holder.fault = holder.fault, None
-        raise fault
-    if holder.made_for is not None:
-        holder.frame.check(holder, holder.made_for)
+    if holder.doubt is not None:
+        _settle(holder, holder.doubt)
     if value._version != holder.version:
         raise tensor_changed(holder.frame.slot.label, value)
     return value
+
+
+def _settle(holder: Holder, doubt: RoundPipeError | str) -> None:
+    if isinstance(doubt, str):
+        holder.frame.check(holder, doubt)
+        return
+    holder.doubt = None
+    raise doubt
 
 
 def _unpack_recomputed(partner: _Recomputed) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,14 +38,14 @@ class Inputs:
     __slots__ = ("_kept", "_names", "_positional", "_specs")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves: list[Any] = []
         self._specs: tuple[Spec, ...] | None = None
         self._names, self._positional = tuple(kwargs), len(args)
-        values = (*args, *kwargs.values())
-        if not any(isinstance(value, _CONTAINERS) for value in values):
-            leaves = list(values)
-        else:
-            self._specs = tuple(flatten(value, leaves) for value in values)
+        leaves: Sequence[Any] = (*args, *kwargs.values())
+        for value in leaves:
+            if isinstance(value, _CONTAINERS):
+                values, leaves = leaves, []
+                self._specs = tuple(flatten(value, leaves) for value in values)
+                break
         self._kept = [save_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def restore(self) -> tuple[list[Any], dict[str, Any]]:

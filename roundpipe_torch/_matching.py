@@ -27,10 +27,13 @@ from ._errors import is_ours, user_line
 node_count: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """Autograd nodes that this thread has made."""
 
+_A_LEAF = 2**64 - 1  # the number of every node that takes a leaf's gradient
+
 __all__ = [
     "Pairs",
     "Saved",
     "Trace",
+    "cheap_tail",
     "match",
     "match_aligned",
     "node_count",
@@ -84,7 +87,7 @@ class Trace:
         self.base = self.begun = node_count()
         self.told_at = 0 if locating else -1  # nodes made before the layer learned its phase; -1: it does not know
         self.numbers: list[int] = []  # of the node that saves each pack
-        self.makers: list[tuple[str, int] | None] = []  # name and place of the node that made each pack, once told
+        self.makers: dict[int, tuple[str, int]] = {}  # name and place of the node that made each pack, once told
         self._untold = 0  # packs before that
         self._of = of
         self.layouts: dict[int, tuple[int, ...]] = {}  # strides of each pack, once told
@@ -104,29 +107,20 @@ class Trace:
 
     def add(self, holder: Any, tensor: torch.Tensor) -> None:
         """Note a pack."""
+        n, count = len(self.refs), node_count()
         self.refs.append(weakref.ref(holder))
-        count = node_count()
-        line = maker = None
+        self.numbers.append(count - 1)
         of = self._of
-        if self.told_at < 0 and of is not None and of.told_at >= 0 and len(self.packs) >= of._untold:
+        if self.told_at < 0 and of is not None and of.told_at >= 0 and n >= of._untold:
             self.told_at = of.told_at  # the forward asked here, if only for a log
-        if self.told_at >= 0:
-            line, node = _line(), tensor.grad_fn
-            if node is not None:
-                maker = self.maker(tensor) if self.standing else (node.name(), node._sequence_nr() - self.begun)
-            if tensor.layout is torch.strided:
-                pairs = zip(tensor.stride(), tensor.shape, strict=True)
-                self.layouts[len(self.packs)] = tuple(stride for stride, size in pairs if size > 1)
         if tensor.requires_grad:
             weight = tensor if tensor.is_leaf else tensor._base  # a linear layer saves a view of its weight
             if weight is not None and weight.is_leaf:
-                self.leaves[len(self.packs)] = Leaf(
-                    weakref.ref(weight), weight._version, type(weight) is not torch.Tensor
-                )
+                leaf = weakref.ref(weight), weight._version, type(weight) is not torch.Tensor
+                self.leaves[n] = tuple.__new__(Leaf, leaf)
+        line = None if self.told_at < 0 else self._origin(n, tensor)
         what = (tensor.shape, tensor.dtype, tensor.device, count - self.base, line)
         self.packs.append(tuple.__new__(Saved, what))  # half the time of Saved(...)
-        self.numbers.append(count - 1)
-        self.makers.append(maker)
         if self.places is not None:
             self.places.append("at " + user_line())
 
@@ -134,6 +128,18 @@ class Trace:
         """Note a pack for its layout alone: one of a region inside, or one that nothing is matched with."""
         if self.told_at >= 0:
             self.add(self, tensor)
+
+    def _origin(self, n: int, tensor: torch.Tensor) -> int:
+        """Note what made pack `n`, and how it lies in memory. Returns its line."""
+        node = tensor.grad_fn
+        if node is not None:
+            made = self.maker(tensor) if self.standing else (node.name(), node._sequence_nr() - self.begun)
+            if made is not None:
+                self.makers[n] = made
+        if tensor.layout is torch.strided:
+            pairs = zip(tensor.stride(), tensor.shape, strict=True)
+            self.layouts[n] = tuple(stride for stride, size in pairs if size > 1)
+        return _line()
 
     def maker(self, tensor: torch.Tensor) -> tuple[str, int] | None:
         """Name and place of the node that made `tensor`."""
@@ -190,6 +196,41 @@ class Trace:
         return [n for n, ref in enumerate(self.refs) if ref() is not None]
 
 
+_SMALL, _FEW = 16384, 8
+_CHEAP = frozenset(
+    f"{name}Backward"
+    for name in (
+        "Abs", "Add", "Clamp", "Clone", "Cos", "Div", "Exp", "Expand", "Gather", "Gelu", "Index", "IndexSelect", "Log",
+        "MaskedFill", "Mul", "Neg", "Permute", "Pow", "Relu", "ReshapeAlias", "Rsqrt", "Select", "Sigmoid", "Silu",
+        "Sin", "Slice", "Softmax", "Softplus", "Sqrt", "Squeeze", "Sub", "T", "Tanh", "ToCopy", "Transpose",
+        "UnsafeView", "Unsqueeze", "View", "Where",
+    )
+)  # fmt: skip
+"""Nodes of operations whose work is as large as what they return."""
+
+
+def cheap_tail(outputs: Any, number: int) -> bool:
+    """Whether the operation of node `number`, and all after it, were little work.
+
+    To run those again is faster than to leave them out by an exception, which takes some 30 microseconds through
+    autograd.
+    """
+    if type(outputs) is not torch.Tensor or outputs.grad_fn is None or outputs.numel() > _SMALL:
+        return False
+    left = node_count() - number
+    waiting: list[Any] = [outputs.grad_fn] if left <= _FEW else []
+    found = set()
+    while waiting:
+        node = waiting.pop()
+        if node.name().rstrip("0123456789") not in _CHEAP:
+            return False
+        found.add(node._sequence_nr())
+        for before, _ in node.next_functions:
+            if before is not None and number <= before._sequence_nr() < _A_LEAF:
+                waiting.append(before)
+    return len(found) == left and number in found
+
+
 region_codes: set[Any] = set()
 """Code of the functions that call a region's function."""
 
@@ -198,7 +239,7 @@ _MOST_LISTED = 40
 
 def _line() -> int:
     """Names the expression that runs now by those that called it, up to the region's own call."""
-    frame: FrameType | None = sys._getframe(3)
+    frame: FrameType | None = sys._getframe(4)
     name = 0
     while frame is not None and frame.f_code not in region_codes:
         code = frame.f_code
@@ -308,7 +349,7 @@ def _by_liveness(
 def _could_be(forward: Trace, ours: int, recompute: Trace, theirs: int) -> bool:
     if not forward.packs[ours].alike(recompute.packs[theirs]):
         return False
-    one, other = forward.makers[ours], recompute.makers[theirs]
+    one, other = forward.makers.get(ours), recompute.makers.get(theirs)
     if one is None or other is None:  # outputs come without the node that made them
         return one is other
     before = one[1] < forward.told_at or other[1] < recompute.told_at  # made where both phases were still one
@@ -317,7 +358,7 @@ def _could_be(forward: Trace, ours: int, recompute: Trace, theirs: int) -> bool:
 
 def _ranks(trace: Trace, packs: list[int]) -> list[int]:
     """In which order the packs were made. Work that one phase leaves out shifts the numbers, but not their order."""
-    makers = [maker[1] for n in packs if (maker := trace.makers[n]) is not None]
+    makers = [trace.makers[n][1] for n in packs if n in trace.makers]
     known = sorted(set(makers))
     return [known.index(number) for number in makers]
 

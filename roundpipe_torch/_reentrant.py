@@ -152,7 +152,7 @@ class _Region:
         try:
             run.observe(self.buffers)
             run.knowing = self.trace.told_at >= 0
-            buffers = copies(self.buffers, self.slot.label, run.knowing)
+            buffers = copies(self.buffers, self.slot, run.knowing)
             with torch.enable_grad(), self.ambient.restored(), buffers, hooks, watch or _NO_CONTEXT:
                 run.draw_from(generators.start if generators else None)
                 leaves = self._run(run, tensors)

@@ -334,6 +334,45 @@ def test_recompute_stops_before_the_last_product() -> None:
     assert flops(step(lambda f, *a: checkpoint(f, *a, early_stop=False))) == plain + 3 * ONE
 
 
+TAILS = {
+    "own result": (lambda x, w: torch.tanh(x @ w), True),
+    "added after": (lambda x, w: torch.tanh(x @ w) + x, True),
+    "two parts": (lambda x, w: x.sin() * 2 + (x @ w).sin().view(-1).view_as(x), True),
+    "product": (lambda x, w: x @ w, False),
+    "product, then added": (lambda x, w: torch.sin(x) + x @ w, False),
+    "product beside": (lambda x, w: (torch.tanh(x), x @ w)[0], False),
+    "two returned": (lambda x, w: (torch.tanh(x @ w), x)[:2], False),
+    "long": (lambda x, w: x @ w + 1 + 2 + 3 + 4 + 5 + 6 + 7 + 8 + 9, False),
+}
+
+
+@pytest.mark.parametrize("rows", [6, 4096])
+@pytest.mark.parametrize(("layer", "cheap"), TAILS.values(), ids=TAILS)
+def test_only_a_few_operations_on_few_elements_are_run_again_to_spare_the_exception(layer, cheap, rows) -> None:
+    x, w = torch.randn(rows, 6, requires_grad=True), torch.randn(6, 6, requires_grad=True)
+    ends = 0
+
+    def to_its_end(x, w):
+        nonlocal ends
+        y = layer(x, w)
+        ends += 1
+        return y
+
+    def run(call):
+        with FlopCounterMode(display=False) as counter:
+            y = call(to_its_end, x, w)
+            (gradient,) = torch.autograd.grad((y if isinstance(y, torch.Tensor) else y[0]).square().sum(), x)
+        return counter.get_total_flops(), gradient
+
+    _, want = run(lambda f, *a: f(*a))
+    torchs, _ = run(lambda f, *a: torch_checkpoint(f, *a, use_reentrant=False))
+    ends = 0
+    ours, got = run(checkpoint)
+    assert torch.equal(got, want)
+    assert ours == torchs
+    assert ends == (2 if cheap and rows == 6 else 1)
+
+
 def test_recompute_is_torchs_less_the_decision() -> None:
     def step(call):
         return lambda: call(moe, *leaves()).sum().backward()

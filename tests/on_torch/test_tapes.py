@@ -234,7 +234,7 @@ def test_a_tape_keeps_its_decisions_and_not_the_graph() -> None:
 def test_a_layer_that_spoils_what_it_reads() -> None:
     def layer(x: torch.Tensor) -> torch.Tensor:
         (idx,) = save_for_recompute(x.detach().argmax(-1))
-        y = x.exp().gather(-1, idx[:, None])
+        y = x.exp().gather(-1, idx[:, None].clone())
         idx.zero_()
         return y
 
