@@ -71,7 +71,7 @@ coverage: $(COVERAGE_READY)
 FUZZ ?= 20
 fuzz: $(READY)
 	FUZZ=$(FUZZ) $(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 tests/on_torch/test_random_programs.py \
-		tests/on_torch/test_auto_random.py tests/on_jax/test_cases_random.py
+		tests/on_torch/test_auto_random.py tests/on_jax/test_random_programs.py
 
 demo: $(READY)
 	$(BIN)/python examples/moe_lm.py --out build/demo

@@ -182,8 +182,9 @@ class Run:
         """How often everything was met so far."""
         return self._counts.copy()
 
-    def skip(self, met: dict[Any, int]) -> None:
-        """Count what the forward met in a part that this run leaves out."""
+    def skip(self, met: dict[Any, int], taken: set[Slot]) -> None:
+        """Count what the forward met in a part that this run leaves out, and the regions of a tape that it took."""
+        self.taken |= taken
         for key, times in met.items():
             self._counts[key] = self._counts.get(key, 0) + times
 

@@ -12,6 +12,7 @@ It goes one of four ways.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 import weakref
@@ -49,7 +50,7 @@ from ._policies import check_matches, with_tags
 from ._refusals import Refusals
 from ._regions import Away, CheckpointLane, ResidualLane
 from ._runs import JaxRun, Journal, NeedsFreshTraces, NeedsTags, NeedsTangents, execute, is_abstract, stop_gradients
-from ._staging import Program, hint, hinted, memory, stage
+from ._staging import Program, Traces, hint, hinted, memory, stage
 from ._tags import lead_through_tags, updates_in
 from ._taped import Taped, reads, without_axes
 from ._verify import verified
@@ -308,12 +309,15 @@ class Call:
         try:
             hint("tags", self.layer.kind)
             return self._tagged(slot, given_up.journal)
-        except (MismatchError, OptionError):
+        except (MismatchError, OptionError) as error:
             hint("tags", self.layer.kind, holds=False)
             if not given_up.or_fresh:
                 raise
+            refusal = error
         hint("fresh", self.layer.kind)
-        return self._at_once(slot)
+        with contextlib.suppress(NeedsTags):  # another save than the static one that was met first
+            return self._at_once(slot)
+        raise refusal
 
     def _at_once(self, slot: Slot) -> Any:
         # Tangents in the forward serve only the probes on saved floats (R5). A layer that saved none last time
@@ -626,10 +630,10 @@ class Call:
         if key is None or self.memory is None:
             return stage(lambda *values: function(self.layer, *values), arrays)
         key = (key, self.key, self.options.label)
-        jitted = self.memory.get(key)
-        if jitted is None:
-            jitted = self.memory[key] = jax.jit(_named(_held_weakly(self, function), self.fun))
-        return stage(lambda *values: function(self.layer, *values), arrays, jitted)
+        known = self.memory.get(key)
+        if known is None:
+            known = self.memory[key] = Traces.of(_named(_held_weakly(self, function), self.fun))
+        return stage(lambda *values: function(self.layer, *values), arrays, known)
 
 
 def _replayed_in(taped: Taped, layer: Layer, *values: Any) -> Any:

@@ -8,7 +8,8 @@ forwards before one backward cannot mix them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -25,10 +26,31 @@ __all__ = ["Held", "Parted", "Sort", "Split", "Template", "in_jax", "is_array", 
 
 @jax.tree_util.register_pytree_node_class
 class Held:
-    """Any Python object as a part of a pytree's structure. Two are equal if they hold the same object."""
+    """Any Python object as a part of a pytree's structure. Equal only to itself.
+
+    JAX has caches with structures of results as keys, which last longer than any program. What traces a program that
+    gives such an object back therefore takes the value out of it.
+    """
 
     def __init__(self, value: Any) -> None:
-        self.value = value
+        self._held: Callable[[], Any] = lambda: value
+
+    @property
+    def value(self) -> Any:
+        """The object."""
+        return self._held()
+
+    def taken(self) -> Held:
+        """Another one with the value, and this is empty."""
+        held, self._held = self._held, _nothing
+        return Held(held())
+
+    def left_to(self, keeper: list[Any]) -> None:
+        """From now on the value lasts as long as `keeper` does."""
+        if not isinstance(self._held, weakref.ref):
+            value = self.value
+            keeper.append(value)
+            self._held = weakref.ref(value)
 
     def tree_flatten(self) -> tuple[tuple[()], Held]:
         return (), self
@@ -36,6 +58,10 @@ class Held:
     @classmethod
     def tree_unflatten(cls, aux: Held, children: Sequence[Any]) -> Held:
         return aux
+
+
+def _nothing() -> None:
+    return None
 
 
 def is_array(leaf: Any) -> bool:

@@ -170,8 +170,8 @@ class JaxRun(Run):
     def keep(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> T:
         if self.phase is Phase.AUDIT:
             return function(*args, **kwargs)
-        if not self.repeats:
-            self._stays_in_python(static=False)
+        if self.phase is Phase.FORWARD and not self.repeats:
+            self._stays_in_python(static=False)  # a replay of a tape reads nothing of what its keep holds
         outputs: T = keep(self, function, args, kwargs, place)
         return outputs
 

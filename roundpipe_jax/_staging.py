@@ -18,8 +18,9 @@ from jax.interpreters import partial_eval
 
 from ._identity import reach
 from ._jax import is_io, is_numpy, replaced
+from ._packing import Held
 
-__all__ = ["Program", "hint", "hinted", "memory", "stage"]
+__all__ = ["Program", "Traces", "hint", "hinted", "memory", "stage"]
 
 
 class Program(NamedTuple):
@@ -70,17 +71,34 @@ def _without_idle_callbacks(jaxpr: Jaxpr) -> Jaxpr:
     return replaced(jaxpr, eqns=eqns[::-1], effects=left)
 
 
-def stage(function: Callable[..., Any], args: Sequence[Any], jitted: Any = None) -> Program:
-    """The program of `function(*args)`.
+class Traces(NamedTuple):
+    """Where JAX's traces of a function are found again."""
 
-    `jitted` is `jax.jit(function)`, kept by a caller who wants JAX's cache of traces.
-    """
-    if jitted is not None:
-        traced = jitted.trace(*args)
-        if len(traced.jaxpr.in_avals) == len(args):  # otherwise it closes over tracers of one call
+    jitted: Any
+    found: list[Any]  # what they found out
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Traces:
+        """None yet."""
+        return cls(jax.jit(function), [])
+
+
+def stage(function: Callable[..., Any], args: Sequence[Any], known: Traces | None = None) -> Program:
+    """The program of `function(*args)`, one of the `known` if there are any."""
+    if known is not None:
+        traced = known.jitted.trace(*args)
+        lasts = len(traced.jaxpr.in_avals) == len(args)  # otherwise it closes over tracers of one call
+        for part in filter(_is_held, jax.tree.leaves(traced.out_info, is_leaf=_is_held)):
+            part.left_to(known.found if lasts else [])
+        if lasts:
             return Program(traced.jaxpr, traced.out_info, cached=True)
     jaxpr, out = jax.make_jaxpr(lambda *values: function(*values), return_shape=True)(*args)
-    return Program(_on_its_own(jaxpr), out)
+    taken: Any = jax.tree.map(lambda part: part.taken() if _is_held(part) else part, out, is_leaf=_is_held)
+    return Program(_on_its_own(jaxpr), taken)
+
+
+def _is_held(part: Any) -> bool:
+    return isinstance(part, Held)
 
 
 def _on_its_own(closed: ClosedJaxpr) -> ClosedJaxpr:

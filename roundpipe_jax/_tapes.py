@@ -48,7 +48,8 @@ def moved(tape: Tape, leaf: Any) -> Any:
         return leaf
     key = ("jax", bool(jax.config.jax_enable_x64))  # type: ignore[attr-defined]
     try:
-        return tape.converted(leaf, key, lambda: adopted(leaf))
+        with jax.ensure_compile_time_eval():  # what a traced layer decided in numpy is known
+            return tape.converted(leaf, key, lambda: adopted(leaf))
     except (ValueError, TypeError, OverflowError) as error:
         raise _not_movable(tape, leaf, error) from error
 

@@ -40,6 +40,7 @@ __all__ = [
     "kept_output_changed",
     "no_partner",
     "not_kept",
+    "not_yet",
     "other_decision",
     "other_node",
     "other_parameter",
@@ -89,6 +90,19 @@ def no_partner(layer: str, wanted: str, forward: str, recompute: str) -> Checkpo
             "make both phases run the same differentiable operations after the decision: put the decision under "
             "torch.no_grad() or detach it, and keep no differentiable statistic (such as self.aux = logits.sum()) "
             "of one phase only. checkpoint(..., debug=True) adds the lines; use_reentrant=True allows any difference.",
+        )
+    )
+
+
+def not_yet(layer: str) -> CheckpointMismatchError:
+    """The recompute got ahead of a forward that waits for it: it asks for what the forward has not saved yet."""
+    return CheckpointMismatchError(
+        message(
+            f"layer {layer!r}: the forward differentiates inside itself, and its recompute got past that point without "
+            "what the forward waits for.",
+            [],
+            "differentiate in both phases, keep no differentiable statistic of one phase only, and put a decision that "
+            "needs a gradient into recompute_once(...).",
         )
     )
 

@@ -12,12 +12,13 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from roundpipe_core import RoundPipeError
+from roundpipe_core import RoundPipeError, SlotError
 from roundpipe_core._backend import backend_of, expand
 from roundpipe_core._phase import Phase, Run, thread
 from roundpipe_core._replay import TapedSlot
@@ -34,6 +35,7 @@ from ._errors import (
     drawn_in_another_layout,
     input_changed,
     no_partner,
+    not_yet,
     other_node,
     other_parameter,
     started_inside,
@@ -48,7 +50,7 @@ from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replay
 from ._usage import held
 from ._verify import Audit
 
-__all__ = ["DECIDED", "Frame", "Options", "TorchRun", "is_told"]
+__all__ = ["DECIDED", "Frame", "Options", "TorchRun", "is_told", "pack_plainly", "unpack_plainly"]
 
 
 _NO_CONTEXT = contextlib.nullcontext()
@@ -89,7 +91,7 @@ class TorchRun(Run):
 
     __slots__ = (
         "__weakref__", "_aligned", "_drew", "_outer", "asked", "buffers", "generators", "keeping", "knowing",
-        "own_graph", "parcel", "plan", "trace", "watching",
+        "own_graph", "parcel", "plan", "trace", "watching", "witnesses",
     )  # fmt: skip
 
     def __init__(
@@ -101,14 +103,16 @@ class TorchRun(Run):
         self.knowing = False  # a recompute of a layer that asks for its phase
         self.watching = False  # buffers may change in here
         self.plan: Offload | None = None
+        self.witnesses: tuple[Trace, ...] = ()  # traces of regions of the second engine around: see `other_layout`
         if outer is not None:
             self.repeats = outer.repeats
             if isinstance(outer, TorchRun):
                 self.own_graph, self.knowing = outer.own_graph, outer.knowing
                 self.watching, self.plan = outer.watching, outer.plan
+                self.witnesses = () if outer.keeping else outer.witnesses
         self.buffers: Buffers | None = None  # of its own region
         self.parcel: Parcel | None = None  # what it has in host memory, once there is something
-        self.keeping = False  # inside a function that the recompute leaves out
+        self.keeping: bool = False  # inside a function that the recompute leaves out
         self.asked = False  # for its phase, in there
         self.trace = trace
         self.generators = generators
@@ -200,8 +204,8 @@ class TorchRun(Run):
     def draw_from(self, numbers: list[torch.Tensor] | None) -> None:
         """Let the generators go on from these states."""
         if self.generators and numbers is not None:
-            self._drew = self.drew()
-            self._aligned = numbers
+            for run in self._around():
+                run._drew, run._aligned = run.drew(), numbers
             self.generators.set(numbers)
 
     def drew(self) -> bool:
@@ -212,12 +216,30 @@ class TorchRun(Run):
         return adopted(self.slot, leaf, like) if isinstance(self.slot, TapedSlot) else leaf
 
     def without_gradient(self, function: Callable[[], Any]) -> Any:
-        return without_gradient(function)
+        # A decision may need a gradient of its own. No recompute would make what that asks for.
+        with saved_tensors_hooks(partial(pack_plainly, self.slot), unpack_plainly):
+            return without_gradient(function)
 
 
 def is_told(run: Run | None) -> bool:
     """Whether `run` asked for its phase. What it learned may steer the regions inside."""
     return isinstance(run, TorchRun) and run.trace is not None and run.trace.told_at >= 0
+
+
+_Packed = tuple[Slot, torch.Tensor, int]
+
+
+def pack_plainly(slot: Slot, tensor: torch.Tensor) -> _Packed:
+    """What autograd keeps where nothing stands in for a tensor; a node that held its own output would never die."""
+    return slot, tensor.detach(), tensor._version
+
+
+def unpack_plainly(packed: _Packed) -> torch.Tensor:
+    """The tensor. Autograd's own check of its version rests where hooks are."""
+    slot, tensor, version = packed
+    if tensor._version != version:
+        raise tensor_changed(slot.label, tensor)
+    return tensor
 
 
 class Holder:
@@ -257,8 +279,8 @@ class Frame:
 
     __slots__ = (
         "__weakref__", "_ambient", "_arrived", "_buffers", "_crowded", "_function", "_generators", "_inputs",
-        "_located", "_lock", "_needed", "_options", "_outputs", "_parcel", "_plan", "_vain", "_verified", "returned",
-        "runs_out", "slot", "stop_at", "talks", "trace",
+        "_located", "_lock", "_needed", "_options", "_outputs", "_parcel", "_plan", "_turns", "_vain", "_verified",
+        "_witnesses", "returned", "runs_out", "slot", "stop_at", "talks", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -280,8 +302,10 @@ class Frame:
         self._outputs: Any = None
         self._verified = options.verify == "off" or isinstance(slot, TapedSlot)  # a replay repeats nothing
         self._crowded = False
+        self._witnesses: tuple[Trace, ...] = ()
         self._arrived = -1  # the last backward that recomputed this
         self._vain: tuple[list[int], Trace] | None = None  # packs that this recompute had no partner for
+        self._turns: list[int] = []  # calls of autograd inside the forward that asked for a tensor
         self.talks = False  # to other ranks
         self.returned = False
         self.stop_at = -1
@@ -294,6 +318,7 @@ class Frame:
         outer = thread.run
         run = TorchRun(phase, self.slot, self.trace, self._generators, outer)
         run.observe(self._buffers)
+        self._witnesses = run.witnesses
         if self._parcel is not None:
             run.plan, run.parcel = self._plan, self._parcel
         visit = Visit(self._generators)
@@ -337,6 +362,8 @@ class Frame:
     def _pack(self, tensor: torch.Tensor) -> Holder:
         holder = Holder(self, len(self.trace.packs))
         self.trace.add(holder, tensor)
+        for trace in self._witnesses:
+            trace.witness(tensor)
         return holder
 
     def recover(self, holder: Holder) -> torch.Tensor:
@@ -442,6 +469,10 @@ class Frame:
         if node.name() != made_for:
             raise other_node(self.slot.label, self.trace.told_of(holder.index), node.name(), made_for)
 
+    def turn(self) -> int:
+        """Which call of autograd inside the forward is asking now, of those that did."""
+        return _number_in(self._turns)
+
     def needed(self) -> list[int]:
         """The packs that a backward may ask for."""
         return self._needed if self.returned else self.trace.alive()
@@ -478,18 +509,31 @@ class Frame:
             raise
 
 
+def _number_in(tasks: list[int]) -> int:
+    """The number of the call of autograd that runs now, among those noted in `tasks`."""
+    task = torch._C._current_graph_task_id()
+    if task not in tasks:
+        tasks.append(task)
+    return tasks.index(task)
+
+
 class _Recompute:
     """One run of a frame's region during backward."""
 
-    __slots__ = ("_asked", "_stop_offset", "_stop_segment", "_tried", "done", "drew", "frame", "relaid", "trace")
+    __slots__ = (
+        "_asked", "_stop_offset", "_stop_segment", "_tried", "_turn", "_turns", "done", "drew", "frame", "relaid",
+        "trace",
+    )  # fmt: skip
 
     def __init__(self, frame: Frame, asked: Holder | None) -> None:
         self.frame = frame
         self._asked = asked  # the holder that backward waits for, if it has come to one
-        self._tried = -1
+        self._tried = (-1, -1)
+        self._turn = -1 if frame.returned else frame.turn()  # of the forward, that is waiting for this
+        self._turns: list[int] = []
         self.relaid = -1  # a pack of the forward that the recompute has with other strides
         self.drew = False  # random numbers, after the last decision; known where `relaid` is
-        self.trace = Trace(frame._options.debug, frame._located)
+        self.trace = Trace(frame._options.debug, frame._located, frame.trace)
         self.done = False
         self._stop_segment = self._stop_offset = -1
         if frame.stop_at >= 0 and not frame.learns():
@@ -532,6 +576,10 @@ class _Recompute:
         except _Stop as stop:
             if stop.recompute is not self:
                 raise
+        except SlotError as error:
+            if frame.returned:
+                raise
+            raise not_yet(frame.slot.label) from error
         finally:
             torch._C._set_grad_enabled(tracked)
             crowded = visit.end()
@@ -569,11 +617,17 @@ class _Recompute:
     def answers(self) -> bool:
         """Whether the forward, waiting in a call of autograd of its own, can go on: the recompute has got there too."""
         frame, trace = self.frame, self.trace
-        if frame.returned or self.done or self._tried == len(trace.packs):
+        if frame.returned or self.done or self._asked is None:
             return False
-        self._tried = len(trace.packs)
+        turn = _number_in(self._turns)
+        if self._tried == (turn, len(trace.packs)):
+            return False
+        self._tried = turn, len(trace.packs)
         pairs, _ = match_aligned(frame.trace, frame.needed(), trace)
-        if self._asked is None or self._asked.index not in pairs:
+        if self._asked.index not in pairs and turn == self._turn:  # both phases stand at the same point
+            trace.finished()
+            pairs, _ = match(frame.trace, frame.needed(), trace, frame._options.compare)
+        if self._asked.index not in pairs:
             return False
         frame.fill(pairs, trace)
         self.done = True
@@ -621,6 +675,8 @@ def _unpack(holder: Holder) -> torch.Tensor:
 
 
 def _value_of(holder: Holder) -> torch.Tensor:
+    if not holder.frame.returned:
+        holder.frame.turn()
     value = holder.value
     if value is None:
         value = holder.frame.recover(holder)

@@ -85,7 +85,7 @@ class Kept:
 
     __slots__ = (
         "grads", "graph", "layer", "linked", "makers", "met", "name", "needs", "nodes", "outputs", "place",
-        "residuals", "site", "spec", "state", "waiting", "weights", "written",
+        "residuals", "site", "spec", "state", "taken", "waiting", "weights", "written",
     )  # fmt: skip
 
     def __init__(self, layer: str, name: str, place: Place, site: Site) -> None:
@@ -98,6 +98,7 @@ class Kept:
         self.written: dict[int, weakref.ref[torch.Tensor]] = {}  # arguments that the function changed in place
         self.residuals: list[weakref.ref[Held]] = []
         self.met: dict[Any, int] = {}
+        self.taken: set[Slot] = set()  # regions of a tape
         self.nodes = 0
         self.makers: list[tuple[str, int]] = []  # of the tracked outputs, as a trace knows them
         self.state: Any = None
@@ -283,7 +284,7 @@ def keep(run: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     saved = [save_tensor(call.tensors[n]) for n in needs]  # the same line in all phases
     if outputs is _LEFT_OUT:
         run.restore_state(kept.state)  # R7
-        run.skip(kept.met)
+        run.skip(kept.met, kept.taken)
         kept.refuse_written(call.tensors)
         leaves = kept.stand_ins(call.tensors, saved)
         outputs = unflatten(kept.spec, iter(leaves))
@@ -305,7 +306,7 @@ _LEFT_OUT = object()
 def _first(run: Any, kept: Kept, call: _Call, isolated: bool, waiting: list[Argument]) -> Any:
     """Run the function, and note what the recomputes need to know."""
     given = call.given(isolated, kept.grads)
-    met, begun = run.met(), node_count()
+    met, taken, begun = run.met(), run.taken.copy(), node_count()
     versions = [version_of(tensor) for tensor in given]
     kept.site.reruns = True  # if it fails here, it fails in the recompute
     kept.site.ship = run.ship
@@ -322,6 +323,7 @@ def _first(run: Any, kept: Kept, call: _Call, isolated: bool, waiting: list[Argu
     kept.weights = {n: (weakref.ref(t), t._version) for n, t in weights if t.is_leaf and t.requires_grad}
     kept.state = run.state()
     kept.met = {name: times - met.get(name, 0) for name, times in run.met().items() if times != met.get(name)}
+    kept.taken = run.taken - taken
     kept.written = {
         n: weakref.ref(whole_of(tensor))
         for n, (tensor, version) in enumerate(zip(call.tensors, versions, strict=True))
@@ -378,12 +380,14 @@ def _line_up(run: Any, kept: Kept, leaves: list[Any], nodes: int) -> None:
 
 def _reached(outputs: Iterable[torch.Tensor], arguments: list[torch.Tensor], begun: int) -> tuple[list[int], bool]:
     """The arguments that a gradient of the outputs gets to, and whether it gets to other nodes from before."""
+    waiting: list[_Node] = [out.grad_fn for out in outputs]
+    if not waiting:  # in inference mode a weight could not even be asked for its edge
+        return [], False
     edges: dict[tuple[_Node, int], int] = {}
     for n, tensor in enumerate(arguments):
         if tensor.requires_grad:
             edge: Any = get_gradient_edge(tensor)
             edges.setdefault((edge[0], edge[1]), n)
-    waiting: list[_Node] = [out.grad_fn for out in outputs]
     seen, foreign = set(waiting), False
     reached: set[int] = set()
     while waiting:

@@ -75,11 +75,12 @@ class Trace:
     """The packs of one run, and where its segments begin."""
 
     __slots__ = (
-        "__weakref__", "base", "begun", "layouts", "leaves", "live", "makers", "numbers", "packs", "places", "refs",
-        "standing", "starts", "told_at",
+        "__weakref__", "_of", "_untold", "base", "begun", "layouts", "leaves", "live", "makers", "numbers", "packs",
+        "places", "refs", "standing", "starts", "told_at",
     )  # fmt: skip
 
-    def __init__(self, debug: bool, locating: bool) -> None:
+    def __init__(self, debug: bool, locating: bool, of: Trace | None = None) -> None:
+        """`of`: the forward's, for a recompute."""
         self.refs: list[Any] = []  # weak references to the holders
         self.packs: list[Saved] = []
         self.starts: list[int] = [0]
@@ -87,6 +88,8 @@ class Trace:
         self.told_at = 0 if locating else -1  # nodes made before the layer learned its phase; -1: it does not know
         self.numbers: list[int] = []  # of the node that saves each pack
         self.makers: dict[int, tuple[str, int]] = {}  # name and place of the node that made each pack, once told
+        self._untold = 0  # packs before that
+        self._of = of
         self.layouts: dict[int, tuple[int, ...]] = {}  # strides of each pack, once told
         self.leaves: dict[int, Leaf] = {}
         self.standing: dict[tuple[int, int], tuple[str, int]] = {}  # makers of what stands for outputs of another node
@@ -100,13 +103,16 @@ class Trace:
     def told(self) -> None:
         """The layer knows its phase: from now on note which line makes a pack."""
         if self.told_at < 0:
-            self.told_at = node_count() - self.begun
+            self.told_at, self._untold = node_count() - self.begun, len(self.packs)
 
     def add(self, holder: Any, tensor: torch.Tensor) -> None:
         """Note a pack."""
         n, count = len(self.refs), node_count()
         self.refs.append(weakref.ref(holder))
         self.numbers.append(count - 1)
+        of = self._of
+        if self.told_at < 0 and of is not None and of.told_at >= 0 and n >= of._untold:
+            self.told_at = of.told_at  # the forward asked here, if only for a log
         if tensor.requires_grad:
             weight = tensor if tensor.is_leaf else tensor._base  # a linear layer saves a view of its weight
             if weight is not None and weight.is_leaf:
@@ -117,6 +123,11 @@ class Trace:
         self.packs.append(tuple.__new__(Saved, what))  # half the time of Saved(...)
         if self.places is not None:
             self.places.append("at " + user_line())
+
+    def witness(self, tensor: torch.Tensor) -> None:
+        """Note a pack for its layout alone: one of a region inside, or one that nothing is matched with."""
+        if self.told_at >= 0:
+            self.add(self, tensor)
 
     def _origin(self, n: int, tensor: torch.Tensor) -> int:
         """Note what made pack `n`, and how it lies in memory. Returns its line."""

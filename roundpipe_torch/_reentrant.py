@@ -29,10 +29,9 @@ from ._errors import (
     drawn_in_another_layout,
     sharded_inside,
     started_inside,
-    tensor_changed,
     wrong_option,
 )
-from ._frames import Options, TorchRun, is_told
+from ._frames import Options, TorchRun, is_told, pack_plainly, unpack_plainly
 from ._keep import forget_with, release
 from ._matching import Trace, other_layout, region_codes
 from ._offload import Parcel
@@ -106,8 +105,9 @@ class _Region:
         """
         visit = Visit(self.generators)
         try:
-            with torch.enable_grad(), saved_tensors_hooks(partial(_drop, self), _refuse):
-                run = TorchRun(phase, self.slot, self.trace, self.generators, thread.run)
+            run = TorchRun(phase, self.slot, self.trace, self.generators, thread.run)
+            run.witnesses = (*run.witnesses, self.trace)
+            with torch.enable_grad(), saved_tensors_hooks(partial(_drop, self.slot, run.witnesses), _refuse):
                 self.outermost, run.own_graph = not run.own_graph, True
                 run.observe(self.buffers)
                 if self.parcel is not None:
@@ -152,9 +152,11 @@ class _Region:
         generators, trace = self.generators, Trace(False, self.located)
         visit = Visit(generators)
         run = TorchRun(Phase.RECOMPUTE, self.slot, trace, generators)
-        run.own_graph = True
+        run.own_graph, run.witnesses = True, (trace,)
         hooks = (
-            saved_tensors_hooks(partial(_note, self.slot, trace), _unnote) if self.trace.told_at >= 0 else _NO_CONTEXT
+            saved_tensors_hooks(partial(_note, self.slot, trace), unpack_plainly)
+            if self.trace.told_at >= 0
+            else _NO_CONTEXT
         )
         try:
             run.observe(self.buffers)
@@ -239,23 +241,15 @@ class _Reentrant(torch.autograd.Function):
         return (None, None, None, *(tensor.grad for tensor in tensors))
 
 
-def _drop(region: _Region, tensor: torch.Tensor) -> Slot:
-    if region.trace.told_at >= 0:
-        region.trace.add(region, tensor)
-    return region.slot
+def _drop(slot: Slot, witnesses: tuple[Trace, ...], tensor: torch.Tensor) -> Slot:
+    for trace in witnesses:
+        trace.witness(tensor)
+    return slot
 
 
-def _note(slot: Slot, trace: Trace, tensor: torch.Tensor) -> tuple[Slot, torch.Tensor, int]:
-    if trace.told_at >= 0:
-        trace.add(trace, tensor)
-    return slot, tensor.detach(), tensor._version  # a node that holds its own output would never die
-
-
-def _unnote(noted: tuple[Slot, torch.Tensor, int]) -> torch.Tensor:
-    slot, tensor, version = noted
-    if tensor._version != version:  # autograd's own check rests where hooks are
-        raise tensor_changed(slot.label, tensor)
-    return tensor
+def _note(slot: Slot, trace: Trace, tensor: torch.Tensor) -> Any:
+    trace.witness(tensor)
+    return pack_plainly(slot, tensor)
 
 
 def _refuse(slot: Slot) -> torch.Tensor:
@@ -265,6 +259,7 @@ def _refuse(slot: Slot) -> torch.Tensor:
             "asked for.",
             [],
             "return from the layer every tensor that the loss uses (a router's logits recorded on the side too), do "
-            "not differentiate inside the layer, or use the default engine (use_reentrant=False).",
+            "not differentiate inside the layer other than in recompute_once(...), or use the default engine "
+            "(use_reentrant=False).",
         )
     )

@@ -1,7 +1,9 @@
 """Traces that are kept: for whom, how long, and what is known of a layer from one call to the next."""
 
 import functools
+import gc
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -194,6 +196,32 @@ def test_static_values_never_seen_before_do_not_pile_up() -> None:
 
 
 # ------------------------------------------------------------------------------------- numpy, in and out
+
+
+class Handle:
+    """Something of the user's."""
+
+
+def plain(f: Any) -> Any:
+    return f
+
+
+@pytest.mark.parametrize(("mode", "inner"), [("checkpoint", plain), ("checkpoint", jax.jit), ("custom_vjp", plain)])
+@pytest.mark.parametrize("way", [plain, jax.grad])
+def test_what_a_layer_closes_over_and_saves_goes_with_it(mode: Any, inner: Any, way: Any) -> None:  # R9
+    def call() -> list[Any]:
+        array, handle = jnp.arange(3.0) + 0.5, Handle()
+
+        def layer(x: Any) -> Any:
+            save_for_recompute(handle, name="handle")
+            return inner(lambda x: x * best(x) * array)(x).sum()
+
+        jax.block_until_ready(way(remat(layer, mode=mode))(X))
+        return [weakref.ref(array), weakref.ref(handle)]
+
+    left = call()
+    gc.collect()
+    assert [ref() for ref in left] == [None, None]
 
 
 @pytest.mark.parametrize("mode", ["checkpoint", "custom_vjp"])

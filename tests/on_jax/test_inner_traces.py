@@ -257,6 +257,15 @@ def test_the_residual_lane_refuses_saves_in_inner_traces() -> None:
 # --------------------------------------------------------------------- other people's checkpoints
 
 
+def test_the_residual_lane_refuses_them_behind_a_number_saved_inside_too() -> None:
+    def layer(x: Any) -> Any:
+        y = jax.jit(lambda x: x * save_for_recompute(3)[0])(x)
+        return jax.jit(lambda x: x * save_for_recompute(jnp.argmax(x[0]), name="best")[0])(y).sum()
+
+    with pytest.raises(OptionError, match="cannot keep what is saved inside"):
+        remat(layer, mode="custom_vjp")(X)
+
+
 @pytest.mark.parametrize("policy", [save_policy(), None])
 def test_any_checkpoint_keeps_returned_values_with_save_policy(policy: Any) -> None:
     draws = Draws()

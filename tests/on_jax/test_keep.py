@@ -268,7 +268,7 @@ def deciding(router: Router) -> Any:
 @pytest.mark.parametrize("derivative", [step, lambda f: jax.grad(lambda w, x: (step(f)(w, x)[1] ** 2).sum())])
 def test_a_function_that_decides_does_so_once(wrap: str, derivative: Any) -> None:  # R8
     router, once = Router(), Router()
-    choice = once._answer(0, None)
+    choice = once.answer(0, None)
     got = jax.jit(derivative(REMATS[wrap](layer(deciding(router)))))(W, X)
     want = derivative(layer(lambda *args: attention(*args) * choice, plainly))(W, X)
     same(got, want, 2e-4)
@@ -344,6 +344,21 @@ def test_a_replay_keeps_too() -> None:
 
     same(replayed(keep)(tape, W, X), step(saving(plainly))(W, X))
     assert flops(replayed(plainly), tape, W, X) - flops(replayed(keep), tape, W, X) == ATTENTION
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_replay_keeps_in_an_inner_trace_too(way: str) -> None:
+    def f(x: Any) -> Any:
+        (scale,) = save_for_recompute(jnp.argmax(jax.lax.stop_gradient(x[:, 0])) + 1)
+        return jax.lax.scan(lambda x, w: (keep(jnp.tanh, x @ w) * scale, None), x, W)[0].sum()
+
+    def run(tape: Any, x: Any) -> Any:
+        with replay(tape):
+            return jax.grad(remat(f, label="layer"))(x)
+
+    with record() as tape:
+        remat(f, label="layer")(X)
+    same(WAYS[way](run)(tape, X), jax.grad(f)(X))
 
 
 @pytest.mark.parametrize("way", WAYS)

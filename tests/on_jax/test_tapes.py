@@ -633,3 +633,22 @@ def test_numpy_and_key_decisions() -> None:
     for run in (lambda x, t: replaying(lambda _, x: layer(x, other))(0, x, t),):
         np.testing.assert_allclose(run(x, tape), want, rtol=1e-6)
         np.testing.assert_allclose(jax.jit(run)(x, tape), want, rtol=1e-6)
+
+
+def test_a_decision_in_numpy_leaves_a_jitted_function() -> None:
+    def layer(x: Any) -> Any:
+        (row,) = save_for_recompute(np.array([2, 0], np.int32))
+        return jnp.sin(x)[row].sum()
+
+    @jax.jit
+    def recorded(x: Any) -> Any:
+        with record() as tape:
+            remat(layer, label="layer")(x)
+        return tape
+
+    x = jnp.arange(3.0)
+    tape = recorded(x)
+    np.testing.assert_array_equal(tape.entries()[0].value, [2, 0])
+    want = jax.grad(layer)(x)
+    with replay(tape):
+        np.testing.assert_allclose(jax.grad(remat(layer, label="layer"))(x), want)

@@ -17,11 +17,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from roundpipe_torch import (
     CheckpointMismatchError,
+    MismatchError,
     MutationError,
     PhaseError,
     checkpoint,
     doing_recompute,
     get_recompute_data,
+    layer_scope,
+    recompute_once,
     remat,
     save_for_recompute,
 )
@@ -427,6 +430,36 @@ def several_forces(x, w):
     return f
 
 
+def forces_of_what_was_chosen(x, w):
+    """Energies of the best scores: by `topk` behind a gate in the forward, by `gather` in the recompute."""
+    for n in range(2):
+        scores = torch.sin(x @ w)
+        with layer_scope("choice"):
+            if doing_recompute():
+                best = scores.gather(-1, get_recompute_data()[0])
+            else:
+                gate = scores.softmax(-1)
+                best, idx = scores.topk(2)
+                save_for_recompute(idx, gate.detach().mean())
+        (f,) = torch.autograd.grad(best.square().sum(), scores, create_graph=True)
+        x = torch.tanh(f) + x * decided_once(n)
+    return torch.sin(x @ w)
+
+
+def decided_by_a_gradient(x, w):
+    """Where the loss is steep."""
+
+    @torch.enable_grad()
+    def steepest(x):
+        x = x.detach().requires_grad_()
+        h = torch.tanh(x @ w.detach())
+        (g,) = torch.autograd.grad(h.exp().sum(), x, create_graph=True)
+        (g,) = torch.autograd.grad(g.sin().sum(), x)
+        return g.argmax(-1, keepdim=True)
+
+    return torch.sin(x @ w).gather(-1, recompute_once(steepest, x))
+
+
 def decided_once(power):
     (kept,) = save_for_recompute(float(power), name=str(power))
     return kept
@@ -471,6 +504,8 @@ LAYERS = [
     twice,
     force,
     several_forces,
+    forces_of_what_was_chosen,
+    decided_by_a_gradient,
     inner_steps,
     backward_on_the_side,
     inner_saved_tensor_hooks,
@@ -490,7 +525,9 @@ MEETINGS = [
 def test_a_layer_that_meets_autograd_itself(outer, layer):
     def scenario(way):
         x, w = leaf(T, D), leaf(D, D, seed=1)
-        hooks = saved_tensors_hooks(lambda t: t.double(), lambda t: t.float())
+        hooks = saved_tensors_hooks(
+            lambda t: t.double() if t.is_floating_point() else t, lambda t: t.float() if t.is_floating_point() else t
+        )
         if outer == "nested":
             y = way(lambda x: torch.sin(way(layer, torch.cos(x), w)), x)
         elif outer == "inside torch's" and way is not plain:
@@ -507,6 +544,25 @@ def test_a_layer_that_meets_autograd_itself(outer, layer):
         return y.detach(), x.grad, w.grad
 
     agree(scenario)
+
+
+@pytest.mark.parametrize(
+    ("way", "message"), [(checkpoint, "the forward differentiates"), (reentrant, "keeps no graph")]
+)
+def test_a_gradient_in_the_forward_alone(way, message):
+    def layer(x):
+        if doing_recompute():
+            (idx,) = get_recompute_data()
+        else:
+            (g,) = torch.autograd.grad(x.sin().sum(), x)
+            idx = g.argsort(-1)
+            save_for_recompute(idx)
+        return x.gather(-1, idx)
+
+    with pytest.raises(MismatchError, match=message) as caught:
+        way(layer, leaf(T, D))
+    assert "recompute_once(...)" in str(caught.value).splitlines()[-1]
+    assert doing_recompute() is False
 
 
 # Threads, depth

@@ -738,11 +738,11 @@ def test_without_gradient(way) -> None:
 @pytest.mark.parametrize("way", ENGINES)
 def test_inference_tensors_from_within(way) -> None:
     def scenario(way):
-        x = leaf(3, 4)
+        x, w = leaf(3, 4), leaf(4, seed=1)
 
         def layer(x):
             with torch.inference_mode():
-                shift = keep(lambda h: h + 3, torch.ones(3, 4))
+                shift = keep(torch.add, torch.ones(3, 4), w)  # a weight that carries gradient elsewhere
                 shift.mul_(2)
             return (x * shift.clone()).exp()
 
@@ -975,3 +975,27 @@ def test_a_weight_stepped_before_backward_is_an_error(way, argument) -> None:
         w.add_(1)
     with pytest.raises(MutationError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("way", ENGINES)
+def test_a_replay_of_regions_in_a_part_and_after_it(way) -> None:
+    """R13: the recompute leaves out the first region, and must not give its decision to the second."""
+    source = Source()
+
+    def decide(x):
+        return x.exp() * decided(lambda: source.normal(3, 4))
+
+    def layer(x):
+        return way(decide, keep(partial(way, decide), x))
+
+    def gradient():
+        x = leaf(3, 4)
+        y = way(layer, x)
+        y.sum().backward()
+        return y.detach(), x.grad
+
+    with record() as tape:
+        want = gradient()
+    with replay(tape):
+        same(gradient(), want)
+    assert source.asked == 2

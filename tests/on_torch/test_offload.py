@@ -55,15 +55,15 @@ class LaggingDevice:
 
     def back(self, copy):
         self.log.append(("back", copy.number))
-        arrived = []
-        self.queue.append(lambda: arrived.append(copy.make()))
-        return copy.number, arrived
+        target = torch.empty_strided(copy.shape, copy.strides, dtype=copy.dtype)  # at once, as on a device
+        self.queue.append(lambda: copy.fill(target))
+        return copy.number, target
 
     def wait(self, back):
-        number, arrived = back
+        number, target = back
         self.log.append(("wait", number))
         self.drain()
-        return arrived[0]
+        return target
 
     def drain(self) -> None:
         while self.queue:
@@ -73,17 +73,16 @@ class LaggingDevice:
 class _Copy:
     def __init__(self, device, number, tensor) -> None:
         self.device, self.number, self.tensor = device, number, tensor
+        self.shape, self.strides, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
         self.nbytes = tensor.nbytes
         device.on_host += self.nbytes
 
     def leave(self) -> None:
         tensor, self.tensor = self.tensor, None
-        self.shape, self.strides, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
         self.bytes = bytearray(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
-    def make(self):
-        host = torch.frombuffer(self.bytes, dtype=self.dtype).view(self.shape)
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype).copy_(host)
+    def fill(self, target) -> None:
+        target.copy_(torch.frombuffer(self.bytes, dtype=self.dtype).view(self.shape))
 
     def __del__(self) -> None:
         self.device.on_host -= self.nbytes

@@ -307,6 +307,11 @@ LAYOUTS = {
     "in the layer": lambda x: F.dropout(ranked(x.t() * 2), 0.5).exp(),
     "around a region": lambda x: F.dropout(checkpoint(ranked, x.t() * 2), 0.5).exp(),
     "before another save": lambda x: ranked(F.dropout(recompute_first(x.t() * 2), 0.5)).exp(),
+    "in a region inside": lambda x: checkpoint(lambda x: F.dropout(ranked(x), 0.5).exp(), x.t() * 2),
+    "in a reentrant region inside": lambda x: checkpoint(
+        lambda x: F.dropout(ranked(x), 0.5).exp(), x.t() * 2, use_reentrant=True
+    ),
+    "two levels further in": lambda x: checkpoint(LAYOUTS["in a region inside"], x, use_reentrant=True),
 }
 
 
@@ -329,6 +334,29 @@ def test_random_numbers_for_memory_of_another_order_are_refused(where, use_reent
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_layer_that_asks_for_its_phase_once_in_its_life(use_reentrant) -> None:
+    """Its recompute does not ask, and does the same all the same."""
+
+    def layer(x):
+        h = torch.tanh(x.t())
+        if not told:
+            told.append(doing_recompute())
+        return F.dropout(h, 0.5).exp() @ x
+
+    def gradient(call):
+        torch.manual_seed(0)
+        x = leaf()
+        call(layer, x).sum().backward()
+        return x.grad
+
+    told: list[bool] = []
+    want = gradient(lambda layer, x: layer(x))
+    told.clear()
+    assert torch.equal(gradient(lambda layer, x: checkpoint(layer, x, use_reentrant=use_reentrant)), want)
+    assert told == [False]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
 def test_another_layout_alone_does_no_harm(use_reentrant) -> None:
     def layer(x):
         return torch.tanh(ranked(x.t() * 2)) @ x
@@ -339,6 +367,15 @@ def test_another_layout_alone_does_no_harm(use_reentrant) -> None:
     assert torch.allclose(x.grad, other.grad, rtol=1e-5)
     torch.manual_seed(0)
     checkpoint(lambda x: F.dropout(ranked(x.t() * 2).contiguous(), 0.5).sin(), x, use_reentrant=use_reentrant).sum()
+
+
+def test_a_decision_that_draws_in_a_region_inside_is_no_draw_into_another_layout() -> None:
+    def inner(x):
+        return recompute_once(torch.rand_like, x) * ranked(x.t() * 2).tanh()
+
+    x = leaf()
+    checkpoint(lambda x: checkpoint(inner, x).exp(), x, use_reentrant=True).sum().backward()
+    assert x.grad is not None
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
