@@ -525,6 +525,7 @@ class Kinds(NamedTuple):
     noisy: bool = True  # decisions that draw from it
     fails: bool = False
     calls: bool = True  # of shared layers
+    contexts: tuple[str, ...] = ("scope", "no_grad", "inference", "autocast")
 
 
 def steps(kinds: Kinds, depth: int) -> st.SearchStrategy[Any]:
@@ -551,7 +552,7 @@ def steps(kinds: Kinds, depth: int) -> st.SearchStrategy[Any]:
         st.builds(Branch, decides(kinds), st.tuples(inner, inner)),
         st.builds(Keep, inner),
         st.builds(Keep, inner),
-        st.builds(Within, st.sampled_from(["scope", "autocast", "no_grad", "inference"]), inner),
+        st.builds(Within, st.sampled_from(kinds.contexts), inner),
         st.builds(Rescue, inner),
         *([] if set(kinds.ways) & set(REENTRANT) else [st.builds(Force, inner)]),
     )
@@ -588,9 +589,10 @@ def programs(kinds: Kinds) -> st.SearchStrategy[Program]:
         st.sampled_from([None, "buffer", "update"]),
         st.booleans(),
     )
-    outermost = regions(kinds, bodies(kinds, 2))
-    under_autocast = outermost.map(lambda region: Within("autocast", (region,)))
-    return st.builds(Program, st.one_of(outermost, outermost, under_autocast), st.lists(layer, max_size=2).map(tuple))
+    outermost: st.SearchStrategy[Any] = regions(kinds, bodies(kinds, 2))
+    if "autocast" in kinds.contexts:
+        outermost = st.one_of(outermost, outermost, outermost.map(lambda region: Within("autocast", (region,))))
+    return st.builds(Program, outermost, st.lists(layer, max_size=2).map(tuple))
 
 
 def every(body: Body) -> Iterator[Any]:
