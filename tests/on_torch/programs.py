@@ -388,7 +388,7 @@ class Force:
 class Program:
     """The outermost region, and the layers that are used in it."""
 
-    region: Region
+    region: Region | Within
     shared: tuple[Layer, ...] = ()
 
 
@@ -453,7 +453,8 @@ class Machine:
         """The outputs for one more input."""
         x = matrix(self.seed + len(self.inputs)).requires_grad_()
         self.inputs.append(x)
-        return [y.double() for y in self.program.region.run(self, Env([x * 1.0], self.weights, ""), "")]
+        out = self.program.region.run(self, Env([x * 1.0], self.weights, ""), "")
+        return [y.double() for y in (out if isinstance(out, list) else [out])]
 
     @property
     def leaves(self) -> list[torch.Tensor]:
@@ -524,6 +525,7 @@ class Kinds(NamedTuple):
     noisy: bool = True  # decisions that draw from it
     fails: bool = False
     calls: bool = True  # of shared layers
+    contexts: tuple[str, ...] = ("scope", "no_grad", "inference", "autocast")
 
 
 def steps(kinds: Kinds, depth: int) -> st.SearchStrategy[Any]:
@@ -549,7 +551,8 @@ def steps(kinds: Kinds, depth: int) -> st.SearchStrategy[Any]:
         regions(kinds, inner),
         st.builds(Branch, decides(kinds), st.tuples(inner, inner)),
         st.builds(Keep, inner),
-        st.builds(Within, st.sampled_from(["scope", "autocast", "no_grad", "inference"]), inner),
+        st.builds(Keep, inner),
+        st.builds(Within, st.sampled_from(kinds.contexts), inner),
         st.builds(Rescue, inner),
         *([] if set(kinds.ways) & set(REENTRANT) else [st.builds(Force, inner)]),
     )
@@ -586,7 +589,10 @@ def programs(kinds: Kinds) -> st.SearchStrategy[Program]:
         st.sampled_from([None, "buffer", "update"]),
         st.booleans(),
     )
-    return st.builds(Program, regions(kinds, bodies(kinds, 2)), st.lists(layer, max_size=2).map(tuple))
+    outermost: st.SearchStrategy[Any] = regions(kinds, bodies(kinds, 2))
+    if "autocast" in kinds.contexts:
+        outermost = st.one_of(outermost, outermost, outermost.map(lambda region: Within("autocast", (region,))))
+    return st.builds(Program, outermost, st.lists(layer, max_size=2).map(tuple))
 
 
 def every(body: Body) -> Iterator[Any]:

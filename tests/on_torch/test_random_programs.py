@@ -163,9 +163,9 @@ class Tally:
     def assert_few_refused(self) -> None:
         """One draw into another layout makes hypothesis try several of its kind."""
         log.info("%s", dict(self.count))
-        assert self.count["refused"] <= 0.06 * self.count["programs"], self.count
+        assert self.count["refused"] <= 0.03 * self.count["programs"], self.count
         assert self.count["right"] >= 0.9 * self.count["programs"], self.count
-        assert self.count["decisions"] >= 0.2 * self.count["programs"], self.count
+        assert self.count["decisions"] >= 0.05 * self.count["programs"], self.count
 
 
 def outcome(program: Program, flow: Flow, seed: int, checkpointing: bool, refs: list[Any]) -> list[Any]:
@@ -302,9 +302,11 @@ def test_tapes() -> None:  # which keep no random numbers
 
 def test_threads() -> None:
     tally = Tally()
+    apart = ("scope", "no_grad", "inference")  # threads share autocast's copies of weights
+    kinds = BOTH._replace(draws=False, noisy=False, contexts=apart)
 
-    @examples(60)
-    @given(st.lists(programs(BOTH._replace(draws=False, noisy=False)), min_size=2, max_size=2), SEEDS)
+    @examples(100)
+    @given(st.lists(programs(kinds), min_size=2, max_size=2), SEEDS)
     def attempt(pair: list[Program], seed: int) -> None:
         meeting = threading.Barrier(2)
 
