@@ -436,15 +436,17 @@ class Call:
         self, program: Program, found: Recompute, forward: Program | None, slots: int, away: Away = _NOTHING_AWAY
     ) -> Any:
         policy = self.options.policy
-        key = (self.options.mode, id(policy), self.barrier, id(forward and forward.jaxpr), id(program.jaxpr), away)
+        before = id(forward and forward.jaxpr.jaxpr)  # which the lane holds
+        key = (self.options.mode, id(policy), self.barrier, before, id(program.jaxpr), away)
         lane = found.made.get(key)
         if lane is None:
+            forward = forward and forward.bare()
             options = {"forward": forward, "slots": slots, "barrier": self.barrier, "policy": policy, "away": away}
             options["unfit"] = functools.partial(_calls_back, label_of(self.label))
             if self.options.mode == "custom_vjp":
-                lane = ResidualLane(program.pruned(), refusals=self.refusals, **options)
+                lane = ResidualLane(program.pruned().bare(), refusals=self.refusals, **options)
             else:
-                lane = CheckpointLane(program.pruned(), **options)
+                lane = CheckpointLane(program.pruned().bare(), **options)
             found.made[key] = lane
         return lane
 

@@ -41,6 +41,10 @@ class Program(NamedTuple):
         kept, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
         return self._replace(jaxpr=ClosedJaxpr(kept, self.jaxpr.consts))
 
+    def bare(self) -> Program:
+        """For those who bring its constants along: they outlive the trace that these may be tracers of."""
+        return self._replace(jaxpr=ClosedJaxpr(self.jaxpr.jaxpr, [None] * len(self.jaxpr.consts)))
+
     @property
     def calls_back(self) -> bool:
         """Whether an `io_callback` is in it."""

@@ -15,6 +15,7 @@ from roundpipe_jax import (
     SlotError,
     doing_recompute,
     get_recompute_data,
+    keep,
     recompute_once,
     remat,
     remat_layers,
@@ -331,6 +332,22 @@ def test_layers_stacked_in_every_form() -> None:
     want = gradient(plain)(ws, X)
     for options in ({}, {"nested": 2}, {"mode": "custom_vjp"}, {"unroll": 2}):
         same(jax.jit(gradient(lambda ws, x, o=options: remat_layers(layer, ws, x, **o)))(ws, X), want)
+
+
+@lanes
+def test_tracers_that_a_layer_closes_over_do_not_leak(lane: Any) -> None:
+    def loss(x: Any, w: Any) -> Any:
+        @remat(mode=lane)
+        def layer(x: Any) -> Any:
+            h = keep(lambda h: jnp.sin(h @ w), jnp.tanh(x @ w))
+            (top,) = save_for_recompute(lax.stop_gradient(h).argmax(-1))
+            return jnp.take_along_axis(h, top[:, None], -1)
+
+        return layer(x).sum()
+
+    w = jnp.ones((X.shape[-1], X.shape[-1]))
+    with jax.checking_leaks():
+        jax.grad(jax.jit(loss), (0, 1))(X, w)
 
 
 @lanes
