@@ -30,7 +30,7 @@ from roundpipe_core._tape import AUTO
 
 from ._decisions import Decisions, Kind, argument, built_in, is_composite, mutated, name_of, watcher
 from ._errors import decided_in_compiled_code, decided_under_a_transform, other_decision, other_shape, user_place
-from ._frames import DECIDED, TorchRun, is_told
+from ._run import DECIDED, TorchRun, is_told
 from ._state import default_generators
 
 __all__ = ["watching"]

@@ -21,10 +21,11 @@ from ._auto import watching
 from ._before import Before
 from ._decisions import as_decisions
 from ._errors import wrong_option
-from ._frames import Frame, Options, TorchRun
+from ._frames import Frame, Options
 from ._inputs import line_up
 from ._offload import Offload
 from ._reentrant import reentrant
+from ._run import TorchRun
 from ._state import Generators, generators_of
 
 __all__ = ["checkpoint", "checkpoint_sequential", "options_from", "recompute_contexts", "run_region"]

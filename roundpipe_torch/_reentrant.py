@@ -31,11 +31,12 @@ from ._errors import (
     started_inside,
     wrong_option,
 )
-from ._frames import Options, TorchRun, is_told, pack_plainly, unpack_plainly
+from ._frames import Options
 from ._keep import forget_with, release
 from ._matching import Trace, other_layout, region_codes
 from ._offload import Parcel
 from ._ranks import step_is_over
+from ._run import TorchRun, is_told, pack_plainly, unpack_plainly
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, modules_of, replayed
 from ._uncompiled import run_as_it_is
 from ._usage import held

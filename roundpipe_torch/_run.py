@@ -1,0 +1,193 @@
+"""A run of a region under autograd: what is saved in it is traced, random numbers and buffers line up (R7, R10)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from roundpipe_core._backend import backend_of
+from roundpipe_core._phase import Phase, Run
+from roundpipe_core._replay import TapedSlot
+from roundpipe_core._slots import NOTHING, Entry, Key, Place, Slot
+
+from ._backend import adopted, without_gradient
+from ._buffers import Buffers, Moved
+from ._errors import tensor_changed
+from ._keep import keep
+from ._matching import Trace
+from ._offload import MOVED, Offload, Parcel, Shipped
+from ._state import Generators
+
+__all__ = ["DECIDED", "TorchRun", "is_told", "pack_plainly", "unpack_plainly"]
+
+_TENSORS = backend_of(torch.empty(0))
+_DEFAULT_PLAN = Offload()
+DECIDED = ("auto", None)
+"""Among what a run counts: decisions of `auto`. No scope or region is counted under such a key."""
+
+
+class _State(NamedTuple):
+    """What later code depends on, besides its arguments, right after a save."""
+
+    numbers: list[torch.Tensor] | None  # states of the generators
+    buffers: list[Moved]
+
+
+class TorchRun(Run):
+    """A run whose saved tensors are traced and whose random numbers line up."""
+
+    __slots__ = (
+        "__weakref__", "_aligned", "_drew", "_outer", "asked", "buffers", "generators", "keeping", "knowing",
+        "own_graph", "parcel", "plan", "trace", "watching", "witnesses",
+    )  # fmt: skip
+
+    def __init__(
+        self, phase: Phase, slot: Slot, trace: Trace | None, generators: Generators | None, outer: Run | None = None
+    ) -> None:
+        super().__init__(phase, slot)
+        self._outer = outer  # the run that this one is a part of
+        self.own_graph = False  # the gradient is the recompute's own
+        self.knowing = False  # a recompute of a layer that asks for its phase
+        self.watching = False  # buffers may change in here
+        self.plan: Offload | None = None
+        self.witnesses: tuple[Trace, ...] = ()  # traces of regions of the second engine around: see `other_layout`
+        if outer is not None:
+            self.repeats = outer.repeats
+            if isinstance(outer, TorchRun):
+                self.own_graph, self.knowing = outer.own_graph, outer.knowing
+                self.watching, self.plan = outer.watching, outer.plan
+                self.witnesses = () if outer.keeping else outer.witnesses
+        self.buffers: Buffers | None = None  # of its own region
+        self.parcel: Parcel | None = None  # what it has in host memory, once there is something
+        self.keeping: bool = False  # inside a function that the recompute leaves out
+        self.asked = False  # for its phase, in there
+        self.trace = trace
+        self.generators = generators
+        self._aligned: list[torch.Tensor] = []
+        self._drew = False
+
+    def consulted(self) -> None:
+        if self.trace is not None and not self.keeping:
+            self.trace.split()
+
+    def told(self) -> None:
+        if self.keeping:  # what is learned in there the recompute does not ask
+            self.asked = True
+            return
+        if self.trace is not None:
+            self.trace.told()
+        if self._outer is not None:  # what the layer inside does with the answer may show in what it returns
+            self._outer.told()
+
+    def keep(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> Any:
+        return keep(self, function, args, kwargs, place)
+
+    def stored(self, entry: Entry, offload: bool | None) -> None:
+        wanted = self.plan is not None and self.plan.saves if offload is None else offload
+        if not wanted or self.slot.rows is not None:  # a tape takes the arrays themselves
+            return
+        for n, backend in enumerate(entry.backends):
+            if backend is _TENSORS:
+                moved = self.load().take(entry.leaves[n], always=offload is True, private=True)
+                if moved is not None:
+                    entry.leaves[n], entry.backends[n] = moved, MOVED
+
+    def load(self) -> Parcel:
+        """The parcel of this run's region."""
+        if self.parcel is None:
+            self.parcel = Parcel(self.plan or _DEFAULT_PLAN)
+        return self.parcel
+
+    def ship(self, tensor: torch.Tensor) -> Shipped | None:
+        """`tensor`, which `keep` holds, on its way to the host; None if it stays."""
+        if self.plan is None or not self.plan.kept or self.slot.rows is not None:
+            return None
+        return self.load().take(tensor)
+
+    def outermost(self) -> TorchRun:
+        """The run of a region that this one is inside of, itself if there is none."""
+        return [*self._around()][-1]
+
+    def traces(self) -> Iterator[Trace]:
+        """The traces of this run and of those that it is a part of."""
+        return (run.trace for run in self._around() if run.trace is not None)
+
+    def _around(self) -> Iterator[TorchRun]:
+        """This run, and those that it is a part of."""
+        run: Run | None = self
+        while isinstance(run, TorchRun):
+            yield run
+            run = run._outer
+
+    def observe(self, buffers: Buffers | None) -> None:
+        """Its region's buffers, if it has any."""
+        if buffers is not None:
+            self.buffers, self.watching = buffers, True
+
+    def state(self) -> _State | list[torch.Tensor] | None:  # R7
+        numbers = self.generators.since_start() if self.generators else None
+        if not self.watching:
+            return numbers
+        buffers = (run.buffers for run in self._around() if run.buffers is not None)
+        moved = {(id(one[0]), one[1]): one for own in buffers for one in own.moved()}
+        return _State(numbers, [*moved.values()])
+
+    def restore_state(self, state: _State | list[torch.Tensor] | None) -> None:  # R7
+        if not isinstance(state, _State):
+            self.draw_from(state)
+            return
+        self.draw_from(state.numbers)
+        for run in self._around() if state.buffers else ():
+            if run.buffers is not None:
+                run.buffers.set(state.buffers, self.knowing)
+
+    def _read(self, key: Key, place: Place, data: Any = NOTHING) -> Any:
+        value = super()._read(key, place, data)
+        before = self.slot.read(key, place).counts.get(DECIDED, 0)
+        if before > self._counts.get(DECIDED, 0):  # what precedes the save is skipped
+            self._counts[DECIDED] = before
+        return value
+
+    def draw_from(self, numbers: list[torch.Tensor] | None) -> None:
+        """Let the generators go on from these states."""
+        if self.generators and numbers is not None:
+            for run in self._around():
+                run._drew, run._aligned = run.drew(), numbers
+            self.generators.set(numbers)
+
+    def drew(self) -> bool:
+        """Whether this run drew random numbers, other than for a decision."""
+        return self._drew or bool(self.generators and self._aligned and not self.generators.at(self._aligned))
+
+    def adopt(self, leaf: Any, like: Any) -> Any:  # R13
+        return adopted(self.slot, leaf, like) if isinstance(self.slot, TapedSlot) else leaf
+
+    def without_gradient(self, function: Callable[[], Any]) -> Any:
+        # A decision may need a gradient of its own. No recompute would make what that asks for.
+        with saved_tensors_hooks(partial(pack_plainly, self.slot), unpack_plainly):
+            return without_gradient(function)
+
+
+def is_told(run: Run | None) -> bool:
+    """Whether `run` asked for its phase. What it learned may steer the regions inside."""
+    return isinstance(run, TorchRun) and run.trace is not None and run.trace.told_at >= 0
+
+
+_Packed = tuple[Slot, torch.Tensor, int]
+
+
+def pack_plainly(slot: Slot, tensor: torch.Tensor) -> _Packed:
+    """What autograd keeps where nothing stands in for a tensor; a node that held its own output would never die."""
+    return slot, tensor.detach(), tensor._version
+
+
+def unpack_plainly(packed: _Packed) -> torch.Tensor:
+    """The tensor. Autograd's own check of its version rests where hooks are."""
+    slot, tensor, version = packed
+    if tensor._version != version:
+        raise tensor_changed(slot.label, tensor)
+    return tensor
