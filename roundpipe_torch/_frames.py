@@ -615,7 +615,9 @@ class _Recompute:
             return False
         self._tried = turn, len(trace.packs)
         pairs, _ = match_aligned(frame.trace, frame.needed(), trace)
-        if self._asked.index not in pairs and turn == self._turn:  # both phases stand at the same point
+        # As many points passed where the phases may part. A kept part, of which the forward asks too, hides whether.
+        passed = not frame.slot.kept and len(trace.starts) == len(frame.trace.starts)
+        if self._asked.index not in pairs and turn == self._turn and passed:  # both stand at the same one
             trace.finished()
             pairs, _ = match(frame.trace, frame.needed(), trace, frame._options.compare)
         if self._asked.index not in pairs:
