@@ -615,9 +615,8 @@ class _Recompute:
             return False
         self._tried = turn, len(trace.packs)
         pairs, _ = match_aligned(frame.trace, frame.needed(), trace)
-        # As many points passed where the phases may part. A kept part, of which the forward asks too, hides whether.
-        passed = not frame.slot.kept and len(trace.starts) == len(frame.trace.starts)
-        if self._asked.index not in pairs and turn == self._turn and passed:  # both stand at the same one
+        # Both phases stand at the same point. A kept part, of which the forward asks too, hides whether they do.
+        if self._asked.index not in pairs and turn == self._turn and not frame.slot.kept:
             trace.finished()
             pairs, _ = match(frame.trace, frame.needed(), trace, frame._options.compare)
         if self._asked.index not in pairs:
