@@ -456,7 +456,8 @@ class _Recompute:
             return False
         self._tried = turn, len(trace.packs)
         pairs, _ = match_aligned(frame.trace, frame.needed(), trace)
-        if self._asked.index not in pairs and turn == self._turn:  # both phases stand at the same point
+        # Both phases stand at the same point. A kept part, of which the forward asks too, hides whether they do.
+        if self._asked.index not in pairs and turn == self._turn and not frame.slot.kept:
             trace.finished()
             pairs, _ = match(frame.trace, frame.needed(), trace, frame._options.compare)
         if self._asked.index not in pairs:
