@@ -76,8 +76,11 @@ class Run:
 
     # What a frontend may know better
 
-    def consulted(self) -> None:
-        """A point that both phases pass, between which they may have run different code."""
+    def consulted(self, point: Any = None) -> None:
+        """A point that both phases pass, between which they may have run different code.
+
+        `point` names it the same in both; None if the layer asks for its phase, as it may do in one of them alone.
+        """
 
     def told(self) -> None:
         """The layer asked which phase it is in: from here on its code may depend on the answer."""
@@ -114,7 +117,7 @@ class Run:
     ) -> tuple[Any, ...]:
         key = (self.scope, name)
         if self.phase is Phase.FORWARD:
-            self._written(self.slot.write(key, data, place), offload)
+            self._written(key, self.slot.write(key, data, place), offload)
             return data
         if self.phase is Phase.RECOMPUTE:
             saved: tuple[Any, ...] = self._read(key, place, data)
@@ -136,7 +139,7 @@ class Run:
             return saved
         value = self._decide(function)
         if self.phase is Phase.FORWARD:
-            self._written(self.slot.write(key, value, place))
+            self._written(key, self.slot.write(key, value, place))
         else:
             self.flips += self.slot.read(key, place).differences(self.slot.label, key, value)
         return value
@@ -212,18 +215,18 @@ class Run:
         self._counts[key] = count + 1
         return count
 
-    def _written(self, entry: Entry, offload: bool | None = None) -> None:
+    def _written(self, key: Key, entry: Entry, offload: bool | None = None) -> None:
         self.stored(entry, offload)
         entry.state = self.state()
         entry.counts = self._counts.copy()
-        self.consulted()
+        self.consulted(key)
 
     def _read(self, key: Key, place: Place, data: Any = NOTHING) -> Any:
         entry = self.slot.read(key, place)
         if key not in self._seen:
             self._seen.add(key)
             self.restore_state(entry.state)
-            self.consulted()
+            self.consulted(key)
             if entry.counts != self._counts:  # the forward met something before this point that this run skipped
                 self._uncertain |= {k for k, n in entry.counts.items() if n > self._counts.get(k, 0)}
         return entry.value(self, data)

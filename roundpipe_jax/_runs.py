@@ -152,7 +152,7 @@ class JaxRun(Run):
         options = {name: getattr(self, name) for name in ("home", "fresh", "tags", "cut", "names", "journal")}
         return JaxRun(self.phase, slot, **options)
 
-    def consulted(self) -> None:
+    def consulted(self, point: Any = None) -> None:
         self.asked = True
         if self.fresh or trace_state() == self.home:
             return

@@ -32,6 +32,8 @@ __all__ = ["Buffers", "Moved", "copies", "not_misled"]
 K = TypeVar("K")
 T = TypeVar("T")
 
+_NO_CONTEXT = contextlib.nullcontext()
+
 _SMALL = 1 << 16
 """Bytes up to which a buffer is copied before each forward and for each recompute: not every write can be seen."""
 
@@ -62,6 +64,12 @@ Moved = tuple[torch.nn.Module, str, torch.Tensor]
 """A buffer and its values at some point of the forward."""
 
 
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that code outside of inference mode may change too, in which a part of the region may be."""
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NO_CONTEXT:
+        return tensor.detach().clone()
+
+
 class _Buffer:
     """One buffer, when the forward began."""
 
@@ -77,7 +85,7 @@ class _Buffer:
             return  # what it gives does not depend on them in training, and does not change them in evaluation
         self.version = version_of(tensor)
         if tensor.nbytes <= _SMALL or _changing.of(module).get((name, module.training), True):
-            self.before = tensor.detach().clone()
+            self.before = _copied(tensor)
 
     def moved(self) -> torch.Tensor | None:
         """A copy of its values, if the forward has changed it so far."""
@@ -88,7 +96,7 @@ class _Buffer:
         if now is self.tensor and version == self.version:
             return None
         if self._noted is None or self._noted[:2] != (id(now), version):
-            self._noted = id(now), version, now.detach().clone()
+            self._noted = id(now), version, _copied(now)
         return self._noted[2]
 
     def settle(self) -> bool:
@@ -111,11 +119,11 @@ class _Buffer:
         """What a recompute may change in its place."""
         now = self.module._buffers[self.name]
         if as_before and self.before is not None:
-            return self.before.detach().clone()
+            return _copied(self.before)
         if as_before and not isinstance(self.module, _NormBase):
             # A write that nobody could foresee, to a buffer too large to be copied each time for nothing.
             raise buffer_unknown(layer, type(self.module).__qualname__, self.name)
-        return self.tensor if now is None else now.detach().clone()
+        return self.tensor if now is None else _copied(now)
 
 
 class Buffers:
@@ -152,7 +160,7 @@ class Buffers:
         swapped = {(id(module), name) for module, name, _ in self.replaced}
         for module, name, value in moved:
             if (id(module), name) in swapped and _as_before(module, name, told):
-                module._buffers[name] = value.clone()
+                module._buffers[name] = _copied(value)
 
     def put_back(self, count: int) -> None:
         """Take out the copies but for the first `count`. May be called again: an interrupt may have cut it short."""
@@ -217,9 +225,6 @@ class Buffers:
 def _as_before(module: torch.nn.Module, name: str, told: bool) -> bool:
     """Whether a recompute changes this buffer as its forward did, so that it has to begin with the value of then."""
     return not told or _repeating.of(module).get(name, False)
-
-
-_NO_CONTEXT = contextlib.nullcontext()
 
 
 def copies(buffers: Buffers | None, slot: Slot, told: bool) -> contextlib.AbstractContextManager[None]:

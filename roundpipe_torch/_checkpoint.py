@@ -23,6 +23,7 @@ from ._decisions import as_decisions
 from ._errors import wrong_option
 from ._frames import Frame, Options
 from ._inputs import line_up
+from ._matching import REGION
 from ._offload import Offload
 from ._reentrant import reentrant
 from ._run import TorchRun
@@ -183,7 +184,7 @@ def run_region(
         before.restore()
         raise
     if outer is not None:
-        outer.consulted()  # inside, the phases may have run different code
+        outer.consulted(REGION)  # inside, the phases may have run different code
     return outputs
 
 

@@ -279,7 +279,7 @@ def keep(run: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         raise not_kept(run.slot.label, key[1], place)
     elif kept.site.reruns:
         outputs, _ = _ran(run, Site(run), call, call.tensors, waiting)
-    run.consulted()
+    run.consulted(key)
     needs = kept.needs if outputs is _LEFT_OUT else [argument.part.whole for argument in waiting]
     saved = [save_tensor(call.tensors[n]) for n in needs]  # the same line in all phases
     if outputs is _LEFT_OUT:
@@ -296,7 +296,7 @@ def keep(run: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
             argument.saved, argument.live = tensor, None
     if not run.repeats:
         kept.nodes = node_count() - nodes
-    run.consulted()
+    run.consulted((key, "over"))
     return outputs
 
 

@@ -5,6 +5,7 @@ two points that both phases pass and between which they may part: a question for
 
 Two segments are *aligned* if they made the same packs at the same autograd nodes, counted from the segment's start,
 and, once the layer asked for its phase, in the same lines. In an aligned segment the same code ran: position decides.
+While the recompute is under way, they must begin at the same point too: a loop makes many segments that look the same.
 Where they are not, only what is alive counts: what the forward dropped (a gate that only decided) no backward can ask
 for. The packs alive when each phase returned are matched by the line that made them, and what is left by order.
 """
@@ -30,6 +31,7 @@ node_count: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _A_LEAF = 2**64 - 1  # the number of every node that takes a leaf's gradient
 
 __all__ = [
+    "REGION",
     "Pairs",
     "Saved",
     "Trace",
@@ -41,6 +43,9 @@ __all__ = [
     "other_layout",
     "region_codes",
 ]
+
+REGION = object()
+"""A point: an inner region has ended."""
 
 Pairs = dict[int, int]
 """Index of a forward pack to the index of the recompute's pack that stands for it."""
@@ -75,8 +80,8 @@ class Trace:
     """The packs of one run, and where its segments begin."""
 
     __slots__ = (
-        "__weakref__", "_of", "_untold", "base", "begun", "layouts", "leaves", "live", "makers", "numbers", "packs",
-        "places", "refs", "standing", "starts", "told_at",
+        "__weakref__", "_of", "_regions", "_untold", "base", "begun", "layouts", "leaves", "live", "makers", "numbers",
+        "packs", "places", "points", "refs", "standing", "starts", "told_at",
     )  # fmt: skip
 
     def __init__(self, debug: bool, locating: bool, of: Trace | None = None) -> None:
@@ -84,6 +89,9 @@ class Trace:
         self.refs: list[Any] = []  # weak references to the holders
         self.packs: list[Saved] = []
         self.starts: list[int] = [0]
+        self.points: list[tuple[Any, int]] = [(None, 0)]
+        """Where each segment begins: the last point that both phases know, and how often the layer asked since."""
+        self._regions = 0  # that have ended
         self.base = self.begun = node_count()
         self.told_at = 0 if locating else -1  # nodes made before the layer learned its phase; -1: it does not know
         self.numbers: list[int] = []  # of the node that saves each pack
@@ -178,8 +186,13 @@ class Trace:
             lines.append(f"    and {len(which) - _MOST_LISTED} more")
         return "\n".join([f"{len(which)} tensors", *lines])
 
-    def split(self) -> None:
-        """Begin a segment: from here on the other phase may run other code."""
+    def split(self, point: Any = None) -> None:
+        """Begin a segment: from here on the other phase may run other code. `point`: see `Run.consulted`."""
+        known, asked = self.points[-1]
+        if point is REGION:
+            self._regions += 1
+            point = REGION, self._regions
+        self.points.append((known, asked + 1) if point is None else (point, 0))
         self.starts.append(len(self.packs))
         self.base = node_count()
 
@@ -276,9 +289,10 @@ def match_aligned(forward: Trace, needed: list[int], recompute: Trace) -> tuple[
     (begin, end), (other, now) = segments[-1]
     segments[-1] = (begin, min(end, begin + now - other)), (other, now)
     pairs = {}
-    for ours, theirs in segments:
+    points = zip(forward.points, recompute.points, strict=False)
+    for (ours, theirs), (point, again) in zip(segments, points, strict=True):
         here = needed[bisect_left(needed, ours[0]) : bisect_left(needed, ours[1])]
-        if here and _aligned(forward, ours, recompute, theirs):
+        if here and point == again and _aligned(forward, ours, recompute, theirs):
             pairs |= {n: n + theirs[0] - ours[0] for n in here}
     return pairs, len(pairs) == len(needed)
 

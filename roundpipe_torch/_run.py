@@ -70,9 +70,9 @@ class TorchRun(Run):
         self._aligned: list[torch.Tensor] = []
         self._drew = False
 
-    def consulted(self) -> None:
+    def consulted(self, point: Any = None) -> None:
         if self.trace is not None and not self.keeping:
-            self.trace.split()
+            self.trace.split(point)
 
     def told(self) -> None:
         if self.keeping:  # what is learned in there the recompute does not ask

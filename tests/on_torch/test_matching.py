@@ -16,6 +16,7 @@ from roundpipe_torch import (
     checkpoint,
     doing_recompute,
     get_recompute_data,
+    layer_scope,
     recompute_once,
     save_for_recompute,
 )
@@ -502,3 +503,24 @@ def test_an_input_written_in_place_is_an_error_that_names_the_layer(how) -> None
     assert str(caught.value).splitlines()[-1] == (
         "  way out: pass a clone, or change the tensor out of place (x = x + 1 instead of x += 1)."
     )
+
+
+def test_equal_turns_of_a_loop_are_not_taken_for_each_other():
+    """The forward asks for its phase twice more than the recompute, and the last turn's tensors are not needed."""
+
+    def layer(x, gate, up, down):
+        for n in range(4):
+            if n == 0 and not doing_recompute():
+                assert not doing_recompute()
+                assert not doing_recompute()
+            with layer_scope(str(n)):
+                if doing_recompute():
+                    (needed,) = get_recompute_data()
+                else:
+                    needed = n < 3
+                    save_for_recompute(needed)
+            h = torch.sin(x @ gate)
+            x = h * 1.5 if needed else x + 0 * h.detach()
+        return x
+
+    compare(layer)

@@ -539,3 +539,30 @@ def test_modules_that_a_function_of_the_file_uses() -> None:
     for function in (_move, wrapped):
         same(scenario(checkpoint, function), scenario(plain, function))
         same(scenario(reentrant, function), scenario(plain, function))
+
+
+def test_a_buffer_is_moved_in_inference_mode_and_outside_of_it() -> None:
+    class Counting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.mean.mul_(0.9).add_(x.detach().mean())
+            return x * (1 + self.mean.clone())
+
+    def step(call) -> list[torch.Tensor]:
+        net, x = Counting(), torch.linspace(1, 2, 4).requires_grad_()
+
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            with torch.inference_mode():
+                scale = keep(net, x)
+            (limit,) = save_for_recompute(x.detach().max())
+            return net(x * scale.clone()).sin() * limit
+
+        call(layer, x).sum().backward()
+        net(x)
+        return [x.grad, net.mean]
+
+    for got, want in zip(step(checkpoint), step(lambda layer, x: layer(x)), strict=True):
+        assert torch.equal(got, want)
