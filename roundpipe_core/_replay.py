@@ -120,12 +120,16 @@ class TapeRun(Run):
 
     def adopt(self, leaf: Any, like: Any) -> Any:
         # Outside of regions nobody says which framework asks: that of the layer's own data, or the tape's.
-        backend = backend_of(like)
+        backend, own = backend_of(like), backend_of(leaf)
         if backend is not None:
-            return backend.adopt(leaf, like)
+            try:
+                return backend.adopt(leaf, like)
+            except TypeError:
+                if backend is not numpys or own is numpys:
+                    raise
+                return leaf  # of a tape that is traced: it has no values yet, and stays what it is
         if origin_of(leaf) == "numpy":
             return numpys.adopt(leaf, None)
-        own = backend_of(leaf)
         home = frontend(origin_of(leaf)) or only_frontend()
         if home is None and isinstance(leaf, HostArray):
             raise ValueError("bytes for torch or JAX: save_for_recompute(data), with data of your own, tells which")

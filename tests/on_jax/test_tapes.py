@@ -635,6 +635,19 @@ def test_numpy_and_key_decisions() -> None:
         np.testing.assert_allclose(jax.jit(run)(x, tape), want, rtol=1e-6)
 
 
+def test_numpy_decided_outside_of_layers_is_replayed_in_a_trace() -> None:
+    def model(_: Any, x: Any) -> Any:
+        (scale,) = save_for_recompute(np.random.default_rng().random(3).astype(np.float32))
+        return (x * scale).sum()
+
+    x = jnp.arange(3.0)
+    tape = taped(lambda x: model(0, x), x)
+    run = replaying(model)
+    (entry,) = tape.entries()
+    assert run(0, x, tape) == jax.jit(run)(0, x, tape) == (x * entry.value).sum()
+    assert jnp.array_equal(jax.jit(jax.grad(run, 1))(jnp.float32(0), x, tape), entry.value)
+
+
 def test_a_decision_in_numpy_leaves_a_jitted_function() -> None:
     def layer(x: Any) -> Any:
         (row,) = save_for_recompute(np.array([2, 0], np.int32))
