@@ -111,7 +111,7 @@ class Frame:
 
     __slots__ = (
         "__weakref__", "_ambient", "_arrived", "_buffers", "_crowded", "_function", "_generators", "_inputs",
-        "_located", "_lock", "_needed", "_options", "_outputs", "_parcel", "_plan", "_turns", "_vain", "_verified",
+        "_located", "_lock", "_needed", "_options", "_outputs", "_parcel", "_plan", "_vain", "_verified",
         "_witnesses", "returned", "runs_out", "slot", "stop_at", "talks", "trace",
     )  # fmt: skip
 
@@ -137,7 +137,6 @@ class Frame:
         self._witnesses: tuple[Trace, ...] = ()
         self._arrived = -1  # the last backward that recomputed this
         self._vain: tuple[list[int], Trace] | None = None  # packs that this recompute had no partner for
-        self._turns: list[int] = []  # calls of autograd inside the forward that asked for a tensor
         self.talks = False  # to other ranks
         self.returned = False
         self.stop_at = -1
@@ -301,10 +300,6 @@ class Frame:
         if node.name() != made_for:
             raise other_node(self.slot.label, self.trace.told_of(holder.index), node.name(), made_for)
 
-    def turn(self) -> int:
-        """Which call of autograd inside the forward is asking now, of those that did."""
-        return _number_in(self._turns)
-
     def needed(self) -> list[int]:
         """The packs that a backward may ask for."""
         return self._needed if self.returned else self.trace.alive()
@@ -341,28 +336,18 @@ class Frame:
             raise
 
 
-def _number_in(tasks: list[int]) -> int:
-    """The number of the call of autograd that runs now, among those noted in `tasks`."""
-    task = torch._C._current_graph_task_id()
-    if task not in tasks:
-        tasks.append(task)
-    return tasks.index(task)
-
-
 class _Recompute:
     """One run of a frame's region during backward."""
 
     __slots__ = (
-        "_asked", "_stop_offset", "_stop_segment", "_tried", "_turn", "_turns", "done", "drew", "frame", "relaid",
+        "_asked", "_stop_offset", "_stop_segment", "_tried", "done", "drew", "frame", "relaid",
         "trace",
     )  # fmt: skip
 
     def __init__(self, frame: Frame, asked: Holder | None) -> None:
         self.frame = frame
         self._asked = asked  # the holder that backward waits for, if it has come to one
-        self._tried = (-1, -1)
-        self._turn = -1 if frame.returned else frame.turn()  # of the forward, that is waiting for this
-        self._turns: list[int] = []
+        self._tried = -1
         self.relaid = -1  # a pack of the forward that the recompute has with other strides
         self.drew = False  # random numbers, after the last decision; known where `relaid` is
         self.trace = Trace(frame._options.debug, frame._located, frame.trace)
@@ -449,18 +434,12 @@ class _Recompute:
     def answers(self) -> bool:
         """Whether the forward, waiting in a call of autograd of its own, can go on: the recompute has got there too."""
         frame, trace = self.frame, self.trace
-        if frame.returned or self.done or self._asked is None:
+        if frame.returned or self.done or self._tried == len(trace.packs):
             return False
-        turn = _number_in(self._turns)
-        if self._tried == (turn, len(trace.packs)):
-            return False
-        self._tried = turn, len(trace.packs)
+        self._tried = len(trace.packs)
+        # By alignment alone. What is alive now in either phase says little: the recompute may be further.
         pairs, _ = match_aligned(frame.trace, frame.needed(), trace)
-        # Both phases stand at the same point. A kept part, of which the forward asks too, hides whether they do.
-        if self._asked.index not in pairs and turn == self._turn and not frame.slot.kept:
-            trace.finished()
-            pairs, _ = match(frame.trace, frame.needed(), trace, frame._options.compare)
-        if self._asked.index not in pairs:
+        if self._asked is None or self._asked.index not in pairs:
             return False
         frame.fill(pairs, trace)
         self.done = True
@@ -508,8 +487,6 @@ def _unpack(holder: Holder) -> torch.Tensor:
 
 
 def _value_of(holder: Holder) -> torch.Tensor:
-    if not holder.frame.returned:
-        holder.frame.turn()
     value = holder.value
     if value is None:
         value = holder.frame.recover(holder)

@@ -430,22 +430,6 @@ def several_forces(x, w):
     return f
 
 
-def forces_of_what_was_chosen(x, w):
-    """Energies of the best scores: by `topk` behind a gate in the forward, by `gather` in the recompute."""
-    for n in range(2):
-        scores = torch.sin(x @ w)
-        with layer_scope("choice"):
-            if doing_recompute():
-                best = scores.gather(-1, get_recompute_data()[0])
-            else:
-                gate = scores.softmax(-1)
-                best, idx = scores.topk(2)
-                save_for_recompute(idx, gate.detach().mean())
-        (f,) = torch.autograd.grad(best.square().sum(), scores, create_graph=True)
-        x = torch.tanh(f) + x * decided_once(n)
-    return torch.sin(x @ w)
-
-
 def decided_by_a_gradient(x, w):
     """Where the loss is steep."""
 
@@ -504,7 +488,6 @@ LAYERS = [
     twice,
     force,
     several_forces,
-    forces_of_what_was_chosen,
     decided_by_a_gradient,
     inner_steps,
     backward_on_the_side,
@@ -519,6 +502,30 @@ MEETINGS = [
     for outer in ("alone", "nested", "inside torch's", "twice backward", "under hooks")
     if not (layer is twice and outer == "inside torch's")  # which lets saved tensors be read once only
 ]
+
+
+def forces_of_what_was_chosen(x, w):
+    """Energies of the best scores: by `topk` behind a gate in the forward, by `gather` in the recompute."""
+    for n in range(2):
+        scores = torch.sin(x @ w)
+        with layer_scope("choice"):
+            if doing_recompute():
+                best = scores.gather(-1, get_recompute_data()[0])
+            else:
+                gate = scores.softmax(-1)
+                best, idx = scores.topk(2)
+                save_for_recompute(idx, gate.detach().mean())
+        (f,) = torch.autograd.grad(best.square().sum(), scores, create_graph=True)
+        x = torch.tanh(f) + x * decided_once(n)
+    return torch.sin(x @ w)
+
+
+def test_a_force_of_what_the_phases_compute_by_other_operations_is_refused():
+    """While the forward waits in the midst of the layer, nothing tells which of the tensors alive it asks for."""
+    x, w = leaf(T, D), leaf(D, D)
+    with pytest.raises(MismatchError, match=r"layer '.*forces_of_what_was_chosen"):
+        checkpoint(forces_of_what_was_chosen, x, w).sum().backward()
+    assert not doing_recompute()
 
 
 @pytest.mark.parametrize(("layer", "outer"), MEETINGS)

@@ -26,6 +26,7 @@ from tests.on_torch.programs import (
     DEFAULT,
     REENTRANT,
     FaultError,
+    Force,
     HaltError,
     Kinds,
     Linear,
@@ -163,8 +164,8 @@ class Tally:
     def assert_few_refused(self) -> None:
         """One draw into another layout makes hypothesis try several of its kind."""
         log.info("%s", dict(self.count))
-        assert self.count["refused"] <= 0.06 * self.count["programs"], self.count
-        assert self.count["right"] >= 0.9 * self.count["programs"], self.count
+        assert self.count["refused"] <= 0.03 * self.count["programs"], self.count
+        assert self.count["right"] >= 0.8 * self.count["programs"], self.count
         assert self.count["decisions"] >= 0.05 * self.count["programs"], self.count
 
 
@@ -193,7 +194,9 @@ def check(program: Program, flow: Flow, seed: int, tally: Tally) -> None:
     try:
         got = outcome(program, flow, seed, True, refs)
     except RoundPipeError as error:
-        tally.count["refused"] += 1
+        # What the phases compute by other operations, a layer that differentiates inside itself may not depend on.
+        force = any(isinstance(step, Force) for step in every((program.region, *program.shared)))
+        tally.count["refused, for a force" if force else "refused"] += 1
         tally.count[type(error).__name__] += 1
         got = None
     assert_clean()
