@@ -27,6 +27,7 @@ from roundpipe_core._slots import Place, Slot, label_of, where
 from ._jax import is_float, is_remat3, is_running, is_tracer, named, replaced, zeros
 from ._names import KEPT, SAVED
 from ._packing import Held, Split, in_jax, split
+from ._ruled import ruled
 from ._staging import Program, stage
 from ._tags import calls_custom_vjp, lead_through_tags, name_of, names_in, subprograms
 from ._tangents import jvp, merged, no_tangent, zero_like
@@ -317,16 +318,13 @@ def _outputs(plan: _Plan, held: _Arrays, inputs: _Arrays) -> list[Any]:
 
 
 def _either_way(plan: _Plan, held: _Arrays, inputs: _Arrays) -> list[Any]:
-    operation = jax.custom_jvp(plan.out)
+    def rule(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+        _, held, inputs = primals
+        dots = [None if isinstance(dot, SymbolicZero) else dot for dot in tangents[2]]
+        return operation(*primals), plan.out_dots(_depending(plan, held, inputs), inputs, dots)
 
-    def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        held, inputs = primals
-        dots = [None if isinstance(dot, SymbolicZero) else dot for dot in tangents[1]]
-        return operation(held, inputs), plan.out_dots(_depending(plan, held, inputs), inputs, dots)
-
-    operation.defjvp(rule, symbolic_zeros=True)
-    result: list[Any] = operation(list(held), list(inputs))
-    return result
+    operation = ruled(rule)
+    return operation(plan.out(held, inputs), held, inputs)
 
 
 def _reverse_only(plan: _Plan, held: _Arrays, inputs: _Arrays) -> list[Any]:
@@ -352,9 +350,8 @@ def _reverse_only(plan: _Plan, held: _Arrays, inputs: _Arrays) -> list[Any]:
 
 def _depending(plan: _Plan, held: _Arrays, inputs: _Arrays) -> list[Any]:
     """What is held. Its derivative runs the function again: a first derivative does not ask for it."""
-    operation = jax.custom_jvp(lambda held, inputs: held)
 
-    def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    def rule(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
         held, inputs = primals
         flags = [not isinstance(dot, SymbolicZero) for dot in tangents[1]]
         if is_remat3() and any(flags):
@@ -365,9 +362,8 @@ def _depending(plan: _Plan, held: _Arrays, inputs: _Arrays) -> list[Any]:
         )
         return operation(held, inputs), list(moved)
 
-    operation.defjvp(rule, symbolic_zeros=True)
-    result: list[Any] = operation(list(held), list(inputs))
-    return result
+    operation = ruled(rule)
+    return operation(held, inputs)
 
 
 def _wrong_under_remat3() -> OptionError:

@@ -24,6 +24,7 @@ from ._names import KEPT
 from ._offload import back, sent
 from ._policies import with_tags
 from ._refusals import Refusals
+from ._ruled import ruled
 from ._runs import stop_gradients
 from ._staging import Program
 from ._tags import calls_custom_vjp, names_in
@@ -129,10 +130,7 @@ class CheckpointLane(_Lane):
         beside = is_remat3() or (self.opaque and not all(map(is_differentiated, inputs)))
         if beside and not self.program.calls_back:  # otherwise it could only be refused
             return self._beside(outputs, slot, inputs, forward_consts)
-        operation = jax.custom_jvp(lambda outputs, slot, inputs, consts: outputs)
-        operation.defjvp(self._rule, symbolic_zeros=True)
-        result: list[Any] = operation(list(outputs), list(slot), list(inputs), list(forward_consts))
-        return result
+        return ruled(self._rule)(outputs, slot, inputs, forward_consts)
 
     def _rule(self, primals: Any, tangents: Any) -> tuple[Any, Any]:
         outputs, slot, inputs, consts = primals
@@ -176,7 +174,6 @@ class CheckpointLane(_Lane):
         """The inputs; where they are differentiated, the probes on saved values speak up (R5)."""
         if self.forward is None:
             return list(inputs)
-        operation = jax.custom_jvp(lambda inputs, consts: inputs)
 
         def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
             flags = [[not isinstance(dot, SymbolicZero) for dot in group] for group in tangents]
@@ -188,9 +185,8 @@ class CheckpointLane(_Lane):
             ]
             return operation(*primals), dots
 
-        operation.defjvp(rule, symbolic_zeros=True)
-        result: list[Any] = operation(list(inputs), list(forward_consts))
-        return result
+        operation = ruled(rule)
+        return operation(inputs, forward_consts)
 
 
 class _WithRules(CheckpointLane):
@@ -221,17 +217,15 @@ class _WithRules(CheckpointLane):
 
 def _left_values_right_tangents(left: _Arrays, right: _Arrays) -> list[Any]:
     pairs = zip(left, right, strict=True)
-    return [_left_value_right_tangent(one, two) if is_float(one) else one for one, two in pairs]
+    return [_left_value_right_tangent([one], [two])[0] if is_float(one) else one for one, two in pairs]
 
 
-@jax.custom_jvp
-def _left_value_right_tangent(left: Any, right: Any) -> Any:
-    return left
+def _tangent_of_the_right(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+    ((right,), (dot,)) = primals[1], tangents[1]
+    return _left_value_right_tangent(*primals), [zero_like(right) if isinstance(dot, SymbolicZero) else dot]
 
 
-@_left_value_right_tangent.defjvp
-def _left_value_right_tangent_jvp(primals: Any, tangents: Any) -> Any:
-    return _left_value_right_tangent(*primals), tangents[1]
+_left_value_right_tangent = ruled(_tangent_of_the_right)
 
 
 class ResidualLane(_Lane):
