@@ -9,10 +9,12 @@ without an error. An operation of one's own is taken apart as a whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -62,7 +64,14 @@ def _marked(value: Any, dot: Any) -> Any:
     return SymbolicZero(jax.typeof(value).to_tangent_aval()) if dot is None else dot
 
 
-def _batched(values: Sequence[Any], axes: Sequence[Any], *, sizes: tuple[int, ...], rule: Rule) -> Any:
+def _batched(batch: Any, values: Sequence[Any], axes: Sequence[Any], *, sizes: tuple[int, ...], rule: Rule) -> Any:
+    name = None if type(batch.name) is object else batch.name  # JAX's mark for none
+    vmap = partial(jax.vmap, axis_name=name, axis_size=batch.size, spmd_axis_name=batch.spmd_name)
+    values, axes = list(values), list(axes)
+    for n in range(sizes[0] if any(axis is not None for axis in axes) else 0):
+        if axes[n] is None and is_float(values[n]):  # its tangent may vary over the batch
+            values[n], axes[n] = jnp.broadcast_to(values[n], (batch.size, *values[n].shape)), 0
+
     def in_batch(values: _Groups, dots: _Groups) -> tuple[list[Any], list[Any]]:
         flat, flat_dots = [*chain(*values)], [*chain(*dots)]
         varying = [not isinstance(dot, SymbolicZero) for dot in flat_dots]
@@ -75,7 +84,8 @@ def _batched(values: Sequence[Any], axes: Sequence[Any], *, sizes: tuple[int, ..
 
         moving = [dot for dot, flag in zip(flat_dots, varying, strict=True) if flag]
         moving_axes = [axis for axis, flag in zip(axes, varying, strict=True) if flag]
-        outs, float_dots = jax.vmap(one, (list(axes), moving_axes), (list(axes[: sizes[0]]), 0))(flat, moving)
+        dot_axes = [axis for axis, out in zip(axes, values[0], strict=False) if is_float(out)]
+        outs, float_dots = vmap(one, (axes, moving_axes), (axes[: sizes[0]], dot_axes))(flat, moving)
         rest = iter(float_dots)
         return outs, [next(rest) if is_float(out) else zero_like(out) for out in outs]
 
@@ -83,4 +93,4 @@ def _batched(values: Sequence[Any], axes: Sequence[Any], *, sizes: tuple[int, ..
 
 
 ad.primitive_jvps[_ruled] = _differentiated
-batching.primitive_batchers[_ruled] = _batched
+batching.fancy_primitive_batchers[_ruled] = _batched

