@@ -188,7 +188,8 @@ class _Cut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        ctx.grads[ctx.n] = grads[0]
+        before = ctx.grads.get(ctx.n)  # of another backward inside this one: that of a region which closes over it
+        ctx.grads[ctx.n] = grads[0] if before is None else before + grads[0]
         return None, None, None, None
 
 

@@ -999,3 +999,20 @@ def test_a_replay_of_regions_in_a_part_and_after_it(way) -> None:
     with replay(tape):
         same(gradient(), want)
     assert source.asked == 2
+
+
+@pytest.mark.parametrize("outer", ENGINES)
+@pytest.mark.parametrize("inner", ENGINES)
+def test_regions_that_close_over_an_argument_all_add_to_its_gradient(outer, inner) -> None:
+    def scenario(outer, inner):
+        x, w = leaf(5, 4), leaf(4, 4)
+
+        def part(h, w):
+            for _ in range(2):
+                h = inner(lambda h: torch.sin(h @ w), h)
+            return h
+
+        outer(lambda x, w: keep(part, torch.tanh(x), w) * 2, x, w).sum().backward()
+        return x.grad, w.grad
+
+    same(scenario(outer, inner), scenario(plain, plain), within=1e-5)
