@@ -38,11 +38,6 @@ _ACCELERATOR = torch.accelerator.current_accelerator()
 _CPU_ONLY: tuple[torch.Generator, ...] = (torch.default_generator,)
 
 
-_one_at_a_time = threading.RLock()
-"""Torch holds a generator's own lock while it makes the state a Python object. A collection in there may pass the
-interpreter to another thread, which then waits for that lock and never gives the interpreter back."""
-
-
 class Generators:
     """Default generators whose draws a region repeats, with their states when it began."""
 
@@ -54,14 +49,12 @@ class Generators:
 
     def now(self) -> list[torch.Tensor]:
         """The states now. Kept on the host; reading them does not wait for a device."""
-        with _one_at_a_time:
-            return [generator.get_state() for generator in self._generators]
+        return [generator.get_state() for generator in self._generators]
 
     def set(self, states: list[torch.Tensor]) -> None:
         """Continue from `states`."""
-        with _one_at_a_time:
-            for generator, state in zip(self._generators, states, strict=True):
-                generator.set_state(state)
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
 
     def since_start(self) -> list[torch.Tensor]:
         """The states now; the very list `start` if nothing was drawn since."""

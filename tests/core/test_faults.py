@@ -31,6 +31,7 @@ from roundpipe_core import (
 from roundpipe_core import _backend as backends
 from roundpipe_core._phase import Run, open_slot, thread
 from roundpipe_core._slots import AutoLabel, Taken
+from tests.fuzz import TIMES
 from tests.interrupts import At, lines, some
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +73,7 @@ def test_an_error_at_any_line_comes_through_and_leaves_nothing(error: Any, tmp_p
     step(tmp_path)
     want, count, before = repr(step(tmp_path)), lines(lambda: step(tmp_path)), files_open()
     whole = (tmp_path / "a.tape").read_bytes()
-    for n in some(count, 30, start=random.randrange(1000)):
+    for n in some(count, 30, start=TIMES):
         at = At(n, error)
         try:
             with at:

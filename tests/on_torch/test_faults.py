@@ -11,7 +11,6 @@ import contextlib
 import copy
 import gc
 import os
-import random
 import subprocess
 import sys
 import threading
@@ -45,6 +44,7 @@ from roundpipe_torch import (
 from roundpipe_torch._decisions import patch
 from roundpipe_torch._frames import Frame
 from roundpipe_torch._state import Visit
+from tests.fuzz import TIMES
 from tests.interrupts import At, lines, some
 from tests.on_torch.oracle import ENGINES, Source, decided, leaf, plain, reentrant, same
 from tests.on_torch.test_offload import EVERYTHING, LaggingDevice
@@ -202,7 +202,7 @@ def test_an_error_at_any_line_comes_through_and_leaves_nothing(program, way, err
 
     step()
     want, count, clean = step(), lines(step), left_behind()
-    for n in some(count, 14, start=random.randrange(1000)):
+    for n in some(count, 14, start=TIMES):
         at = At(n, error)
         try:
             with at:
