@@ -574,7 +574,7 @@ class Call:
             barrier: Any = self.barrier
             if isinstance(barrier, tuple):
                 barrier = (False, list(barrier))
-            made = found.made[key] = jax_checkpoint(led.run, policy=policy, prevent_cse=barrier)
+            made = found.made[key] = jax_checkpoint(led.bare().run, policy=policy, prevent_cse=barrier)
         inputs = [*led.consts, *self.arrays]
         if not isinstance(thread.run, JaxRun):
             count, policy = len(led.consts), self.options.policy
@@ -633,8 +633,8 @@ class Call:
             return stage(lambda *values: function(self.layer, *values), arrays)
         key = (key, self.key, self.options.label)
         known = self.memory.get(key)
-        if known is None:
-            known = self.memory[key] = Traces.of(_named(_held_weakly(self, function), self.fun))
+        if known is None:  # of threads that come here at once, one has its traces kept
+            known = self.memory.setdefault(key, Traces.of(_named(_held_weakly(self, function), self.fun)))
         return stage(lambda *values: function(self.layer, *values), arrays, known)
 
 

@@ -40,6 +40,10 @@ class Held:
         """The object."""
         return self._held()
 
+    def again(self) -> Held:
+        """Another one, with which the value lasts."""
+        return Held(self.value)
+
     def taken(self) -> Held:
         """Another one with the value, and this is empty."""
         held, self._held = self._held, _nothing

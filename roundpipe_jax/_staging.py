@@ -42,8 +42,8 @@ class Program(NamedTuple):
         return self._replace(jaxpr=ClosedJaxpr(kept, self.jaxpr.consts))
 
     def bare(self) -> Program:
-        """For those who bring its constants along: they outlive the trace that these may be tracers of."""
-        return self._replace(jaxpr=ClosedJaxpr(self.jaxpr.jaxpr, [None] * len(self.jaxpr.consts)))
+        """Without constants and results, for JAX to keep longer than the trace that the constants may be of."""
+        return Program(ClosedJaxpr(self.jaxpr.jaxpr, [None] * len(self.jaxpr.consts)), None)
 
     @property
     def calls_back(self) -> bool:
@@ -95,10 +95,13 @@ def stage(function: Callable[..., Any], args: Sequence[Any], known: Traces | Non
         for part in filter(_is_held, jax.tree.leaves(traced.out_info, is_leaf=_is_held)):
             part.left_to(known.found if lasts else [])
         if lasts:
-            return Program(traced.jaxpr, traced.out_info, cached=True)
+            return Program(traced.jaxpr, _changed(Held.again, traced.out_info), cached=True)
     jaxpr, out = jax.make_jaxpr(lambda *values: function(*values), return_shape=True)(*args)
-    taken: Any = jax.tree.map(lambda part: part.taken() if _is_held(part) else part, out, is_leaf=_is_held)
-    return Program(_on_its_own(jaxpr), taken)
+    return Program(_on_its_own(jaxpr), _changed(Held.taken, out))
+
+
+def _changed(change: Callable[[Held], Held], out: Any) -> Any:
+    return jax.tree.map(lambda part: change(part) if _is_held(part) else part, out, is_leaf=_is_held)
 
 
 def _is_held(part: Any) -> bool:

@@ -15,6 +15,8 @@ from jax import lax
 
 from roundpipe_jax import doing_recompute, get_recompute_data, recompute_once, remat, remat_layers, save_for_recompute
 from roundpipe_jax._identity import reach, token, tree_token
+from roundpipe_jax._packing import Held
+from roundpipe_jax._staging import Traces, stage
 
 X = jnp.linspace(-1, 1, 6).reshape(2, 3)
 
@@ -333,3 +335,13 @@ def test_functions_that_share_their_code() -> None:
             if (f, mode) != (inside, "custom_vjp"):
                 got = gradient(remat(lambda x, f=f: f(x), mode=mode))  # type: ignore[call-overload, misc]
                 np.testing.assert_allclose(got, gradient(f), rtol=1e-6)
+
+
+def test_a_program_lasts_though_another_thread_gives_up_what_is_known_of_the_layer() -> None:
+    """Two first calls at once, or a global that changes: then the layer's memory is made anew in between."""
+    known = Traces.of(lambda x: (jnp.sin(x), Held({"found out"})))
+    program = stage(lambda x: x, [X], known)
+    known.found.clear()
+    gc.collect()
+    assert program.cached
+    assert program.out[1].value == {"found out"}

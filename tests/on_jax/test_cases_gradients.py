@@ -351,6 +351,19 @@ def test_tracers_that_a_layer_closes_over_do_not_leak(lane: Any) -> None:
 
 
 @lanes
+def test_tracers_that_a_layer_closes_over_do_not_leak_where_it_saves_a_float(lane: Any) -> None:
+    def loss(x: Any, w: Any) -> Any:
+        @remat(mode=lane)
+        def layer(x: Any) -> Any:
+            return jnp.tanh(x @ w) * recompute_once(lambda: lax.stop_gradient(jnp.sin(x @ w)))
+
+        return layer(x).sum()
+
+    with jax.checking_leaks():
+        jax.grad(jax.jit(loss), (0, 1))(X, jnp.ones((X.shape[-1], X.shape[-1])))
+
+
+@lanes
 def test_tracer_leaks_and_no_jit(lane: Any) -> None:
     want = jax.grad(lambda x: routed(x).sum())(X)
     with jax.checking_leaks():
