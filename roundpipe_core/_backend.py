@@ -14,6 +14,7 @@ from ._host import DTYPES, HostArray, HostArrays
 __all__ = [
     "Backend",
     "Frontend",
+    "NoValuesError",
     "TapeGuard",
     "backend_of",
     "compare",
@@ -30,6 +31,10 @@ __all__ = [
     "to_host",
     "without_gradient",
 ]
+
+
+class NoValuesError(TypeError):
+    """An array whose values are not known yet: it stands in a program that is being traced."""
 
 
 class Backend(Protocol):
@@ -71,7 +76,10 @@ class Backend(Protocol):
         """Least and greatest element of an array of integers; () if it has none, None if its values are not known."""
 
     def to_host(self, array: Any) -> HostArray:
-        """Its bytes, which may be those of the array itself: nobody writes to them. An error if it has none here."""
+        """Its bytes, which may be those of the array itself: nobody writes to them.
+
+        Raises NoValuesError if it is traced, another error if it has none for another reason.
+        """
 
     def adopt(self, array: Any, like: Any) -> Any:
         """An array of this framework with the values of one of another, or of `HostArray`.

@@ -14,7 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-from ._backend import TapeGuard, backend_of, expand, frontend, numpys, only_frontend, origin_of, tape_guards
+from ._backend import (
+    NoValuesError,
+    TapeGuard,
+    backend_of,
+    expand,
+    frontend,
+    numpys,
+    only_frontend,
+    origin_of,
+    tape_guards,
+)
 from ._errors import OptionError, PhaseError, TapeError, message
 from ._host import HostArray, kind_of
 from ._phase import Phase, Run, thread
@@ -120,16 +130,15 @@ class TapeRun(Run):
 
     def adopt(self, leaf: Any, like: Any) -> Any:
         # Outside of regions nobody says which framework asks: that of the layer's own data, or the tape's.
-        backend, own = backend_of(like), backend_of(leaf)
+        backend = backend_of(like)
         if backend is not None:
             try:
                 return backend.adopt(leaf, like)
-            except TypeError:
-                if backend is not numpys or own is numpys:
-                    raise
-                return leaf  # of a tape that is traced: it has no values yet, and stays what it is
+            except NoValuesError:  # a tape that is traced: what is in it stays what it is, as it does in regions
+                return leaf
         if origin_of(leaf) == "numpy":
             return numpys.adopt(leaf, None)
+        own = backend_of(leaf)
         home = frontend(origin_of(leaf)) or only_frontend()
         if home is None and isinstance(leaf, HostArray):
             raise ValueError("bytes for torch or JAX: save_for_recompute(data), with data of your own, tells which")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from roundpipe_core import Tape, replay
-from roundpipe_core._backend import origin_of, to_host
+from roundpipe_core._backend import NoValuesError, origin_of, to_host
 from roundpipe_core._host import HostArray
 
 from ._exchange import from_dlpack
@@ -73,6 +73,8 @@ class JaxArrays:
         return (int(values.min()), int(values.max())) if values.size else ()
 
     def to_host(self, array: Any) -> HostArray:
+        if is_tracer(array):
+            raise NoValuesError("it is traced")
         host = to_host(np.asarray(array))
         return HostArray(host.dtype, host.shape, host.data, self.name)
 

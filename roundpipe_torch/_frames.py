@@ -340,8 +340,7 @@ class _Recompute:
     """One run of a frame's region during backward."""
 
     __slots__ = (
-        "_asked", "_stop_offset", "_stop_segment", "_tried", "done", "drew", "frame", "relaid",
-        "trace",
+        "_asked", "_stop_offset", "_stop_segment", "_tried", "done", "drew", "frame", "relaid", "trace",
     )  # fmt: skip
 
     def __init__(self, frame: Frame, asked: Holder | None) -> None:

@@ -5,7 +5,7 @@ two points that both phases pass and between which they may part: a question for
 
 Two segments are *aligned* if they made the same packs at the same autograd nodes, counted from the segment's start,
 and, once the layer asked for its phase, in the same lines. In an aligned segment the same code ran: position decides.
-While the recompute is under way, they must begin at the same point too: a loop makes many segments that look the same.
+(While the recompute is under way, they must begin at the same point too: a loop makes segments that look the same.)
 Where they are not, only what is alive counts: what the forward dropped (a gate that only decided) no backward can ask
 for. The packs alive when each phase returned are matched by the line that made them, and what is left by order.
 """
@@ -225,8 +225,7 @@ _CHEAP = frozenset(
 def cheap_tail(outputs: Any, number: int) -> bool:
     """Whether the operation of node `number`, and all after it, were little work.
 
-    To run those again is faster than to leave them out by an exception, which takes some 30 microseconds through
-    autograd.
+    To run those again is faster than to leave them out by an exception, which passes through autograd.
     """
     if type(outputs) is not torch.Tensor or outputs.grad_fn is None or outputs.numel() > _SMALL:
         return False

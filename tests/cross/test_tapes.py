@@ -188,3 +188,10 @@ def test_conversion_is_kept_with_the_tape() -> None:
     assert one is two
     tape.entries()[0].value.add_(1)  # a snapshot, not a view
     assert one.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_what_numpy_cannot_hold_is_refused_where_the_model_decides_in_numpy() -> None:
+    with record() as tape:
+        save_for_recompute(torch.ones(3).to_sparse())
+    with pytest.raises(TapeError, match=r"the tape does not fit layer 'outside of layers'"), replay(tape):
+        save_for_recompute(np.ones(3, np.float32))
