@@ -65,6 +65,18 @@ def _is_finalizing(frame: FrameType | None) -> bool:
     return frame is not None
 
 
+def raised_at(n: int, error: Callable[[], BaseException], step: Callable[[], Any]) -> BaseException:
+    """Run `step` with an error before its n-th line, and give that error, which has come through."""
+    at = At(n, error)
+    try:
+        with at:
+            step()
+    except BaseException as raised:
+        at.came_through(raised)
+        return raised
+    raise AssertionError(f"line {n}: the error was swallowed")
+
+
 def lines(step: Callable[[], Any]) -> int:
     """How many lines of the library `step` runs."""
     with At(-1) as every:

@@ -206,16 +206,17 @@ def test_values_that_another_width_cannot_hold() -> None:
     assert struct.unpack("<2e", back.tobytes()) == (1.5, 2.0)
 
 
-@pytest.mark.parametrize(
-    ("value", "held", "asked"),
-    [
-        (-1, "int8", "uint8"),
-        (200, "uint8", "int8"),
-        (-1, "int64", "uint64"),
-        (2**63, "uint64", "int64"),
-        (300, "int16", "int8"),
-    ],
-)
+UNFIT = [
+    (-1, "int8", "uint8"),
+    (200, "uint8", "int8"),
+    (-1, "int64", "uint64"),
+    (2**63, "uint64", "int64"),
+    (300, "int16", "int8"),
+]
+"""A value, the dtype that holds it, and one that does not."""
+
+
+@pytest.mark.parametrize(("value", "held", "asked"), UNFIT)
 def test_integers_of_another_sign_are_not_taken_for_their_bits(value: int, held: str, asked: str) -> None:
     """They come back from a cast there and back as they were."""
     with record() as tape:

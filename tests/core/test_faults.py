@@ -32,7 +32,7 @@ from roundpipe_core import _backend as backends
 from roundpipe_core._phase import Run, open_slot, thread
 from roundpipe_core._slots import AutoLabel, Taken
 from tests.fuzz import TIMES
-from tests.interrupts import At, lines, some
+from tests.interrupts import At, lines, raised_at, some
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,13 +74,7 @@ def test_an_error_at_any_line_comes_through_and_leaves_nothing(error: Any, tmp_p
     want, count, before = repr(step(tmp_path)), lines(lambda: step(tmp_path)), files_open()
     whole = (tmp_path / "a.tape").read_bytes()
     for n in some(count, 30, start=TIMES):
-        at = At(n, error)
-        try:
-            with at:
-                step(tmp_path)
-            assert at.raised is None, f"line {n}: the error was swallowed"
-        except error as raised:
-            at.came_through(raised)
+        raised_at(n, error, lambda: step(tmp_path))
         assert thread.run is None, f"line {n}"
         assert list(tmp_path.iterdir()) == [tmp_path / "a.tape"], f"line {n}"
         assert (tmp_path / "a.tape").read_bytes() == whole, f"line {n}"

@@ -165,7 +165,9 @@ class Tally:
         """One draw into another layout makes hypothesis try several of its kind."""
         log.info("%s", dict(self.count))
         assert self.count["refused"] <= 0.03 * self.count["programs"], self.count
-        assert self.count["right"] >= 0.8 * self.count["programs"], self.count
+        others = self.count["programs"] - self.count["refused, for a force"]
+        assert self.count["right"] >= 0.9 * others, self.count
+        assert others >= 0.8 * self.count["programs"], self.count
         assert self.count["decisions"] >= 0.05 * self.count["programs"], self.count
 
 
