@@ -523,11 +523,12 @@ class Call:
         if outer is not None and outer.marks is not None:  # the slot is a part of the outer one's
             marks = outer.marks
 
-            def inside(*arrays: Any) -> Any:
-                marks.region(slot)
-                return self.layer.taped_program(slot, marks, arrays, journal)
-
-            return stage(inside, self.arrays)
+            marks.region(slot)
+            try:
+                return stage(lambda *arrays: self.layer.taped_program(slot, marks, arrays, journal), self.arrays)
+            except BaseException:
+                marks.failed(slot)
+                raise
         if outer is None and slot.rows is not None:
 
             def whole(layer: Layer, *arrays: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from roundpipe_core._errors import TapeError, message
-from roundpipe_core._slots import Entry, Slot, label_of
+from roundpipe_core._slots import Entry, Slot, label_of, where
 
 from ._jax import jax_checkpoint, named, replaced, scan_sizes
 from ._tags import name_of, subprograms
@@ -43,6 +43,7 @@ class Marks:
     def __init__(self) -> None:
         self._values: dict[int, tuple[Any, Marked]] = {}
         self._regions: dict[int, tuple[Slot, str]] = {}
+        self._failed: set[int] = set()
 
     def mark(self, value: Any) -> Any:
         """`value`, to be found again."""
@@ -51,23 +52,32 @@ class Marks:
         self._values[id(found)] = found, Marked(name, value.shape)
         return found
 
+    def names(self, leaves: Sequence[Any]) -> list[Any]:
+        """The same with names in place of the values that were marked, which need not be held any longer."""
+        return [self._values.pop(id(leaf), (leaf, leaf))[1] for leaf in leaves]
+
     def region(self, slot: Slot) -> None:
         """A region that begins in the current trace, which JAX may give up and make again."""
         name = f"{_MARK}{next(_serials)}"
         named(jnp.int32(0), name)
         self._regions[id(slot)] = slot, name
 
-    def taken_from(self, slot: Slot) -> MarkedSlot:
-        """What `slot` holds, with the names in place of the tracers."""
-        entries = [(key, _with(entry, map(self._name, entry.leaves))) for key, entry in slot.entries.items()]
+    def failed(self, slot: Slot) -> None:
+        """A region has ended with an exception, which the layer around it may catch, and so has its trace."""
+        self._failed.add(id(slot))
+
+    def taken_from(self, slot: Slot, failed: bool = False) -> MarkedSlot:
+        """What `slot` holds, and the regions in it. `failed`: it is a part of one that did."""
+        failed = failed or id(slot) in self._failed
         inner = [(key, child) for key, children in slot.children.items() for child in children]
         inner.sort(key=lambda pair: pair[1].born)
         return MarkedSlot(
-            slot, self._regions.get(id(slot), (None, ""))[1], entries, [(key, self.taken_from(c)) for key, c in inner]
+            slot,
+            self._regions.get(id(slot), (None, ""))[1],
+            list(slot.entries.items()),
+            [(key, self.taken_from(child, failed)) for key, child in inner],
+            failed,
         )
-
-    def _name(self, leaf: Any) -> Any:
-        return self._values[id(leaf)][1] if id(leaf) in self._values else leaf
 
 
 class MarkedSlot(NamedTuple):
@@ -77,6 +87,7 @@ class MarkedSlot(NamedTuple):
     name: str
     entries: list[tuple[Any, Entry]]
     children: list[tuple[Any, MarkedSlot]]
+    failed: bool
 
     def check(self, program: Jaxpr) -> None:
         """Refuse a program in which what is saved cannot be told by its key."""
@@ -91,6 +102,20 @@ class MarkedSlot(NamedTuple):
                     "give each its own name= or layer_scope, or wrap the function that saves in remat of its own.",
                 )
             )
+        lost = [part for part in self._parts() if part.failed and part.name in sites and part._leaves()]
+        if lost:
+            raise lost[0]._lost()
+
+    def _lost(self) -> TapeError:
+        saved = [entry for _, entry in self._entries() if any(isinstance(leaf, Marked) for leaf in entry.leaves)]
+        return TapeError(
+            message(
+                f"layer {self.slot.label!r}: it saved, and then ended with an exception. It is traced, "
+                "and a trace that failed gives a tape nothing.",
+                [("saved at", where(entry.place)) for entry in saved[:8]],
+                "raise before the layer saves, or outside of it; or save outside of it, and pass the decision in.",
+            )
+        )
 
     def fill(self, slot: Slot, values: Mapping[str, Any]) -> None:
         """Put what is saved into `slot`, with the `values` found."""
@@ -104,7 +129,7 @@ class MarkedSlot(NamedTuple):
                 for value, leaf in zip(leaves, entry.leaves, strict=True)
             )
         for key, child in self.children:
-            if child.name and child.name not in values:
+            if child.name and child.name not in values and not self.failed:
                 continue  # of a trace that JAX has given up
             inner = Slot(child.slot._label)
             inner.rows = child.slot.rows
@@ -116,12 +141,19 @@ class MarkedSlot(NamedTuple):
         """Of the marked values, by their names."""
         return dict(self._leaves())
 
+    def _parts(self) -> Iterator[MarkedSlot]:
+        yield self
+        for _, child in self.children:
+            yield from child._parts()
+
+    def _entries(self) -> Iterator[tuple[Any, Entry]]:
+        return itertools.chain.from_iterable(part.entries for part in self._parts())
+
     def _leaves(self) -> list[Marked]:
-        own = [leaf for _, entry in self.entries for leaf in entry.leaves if isinstance(leaf, Marked)]
-        return own + [leaf for _, child in self.children for leaf in child._leaves()]
+        return [leaf for _, entry in self._entries() for leaf in entry.leaves if isinstance(leaf, Marked)]
 
     def _names(self) -> set[str]:
-        return {self.name}.union(*(child._names() for _, child in self.children))
+        return {part.name for part in self._parts()}
 
 
 def _with(entry: Entry, leaves: Any) -> Entry:

@@ -34,10 +34,12 @@ __all__ = [
     "is_running",
     "is_tracer",
     "jax_checkpoint",
+    "let_go",
     "memory_kinds",
     "move_to_device",
     "move_to_host",
     "named",
+    "open_traces",
     "optimization_barrier",
     "replaced",
     "reverse_only",
@@ -64,6 +66,22 @@ def trace_state() -> Any:
     """The trace that operations of this thread go to now. Compare two by `==`."""
     state: Any = jax.extend.core.get_opaque_trace_state
     return state()
+
+
+def open_traces() -> list[Any]:
+    """The traces that operations of this thread go through now, innermost first."""
+    found: list[Any] = []
+    trace = trace_state()._trace_ref()
+    while trace is not None:
+        found.append(trace)
+        trace = getattr(trace, "parent_trace", None)
+    return found
+
+
+def let_go(trace: Any) -> None:
+    """Take what it holds from a trace that ends with an exception: JAX would hold both for good."""
+    if type(trace).__name__ == "DynamicJaxprTrace":
+        trace.invalidate()
 
 
 def belongs_to(inner: Any, outer: Any) -> bool:

@@ -31,7 +31,9 @@ from ._jax import (
     is_remat3,
     is_running,
     is_tracer,
+    let_go,
     named,
+    open_traces,
     trace_state,
     user_context,
 )
@@ -94,7 +96,21 @@ class Journal:
 _NO_PLACE: Place = ("", 0)
 
 
-class NeedsTags(BaseException):
+class StartOver(BaseException):
+    """A run is given up, and its region begins again in another form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._traces = open_traces()
+
+    def has_left(self, trace: Any) -> None:
+        """What ran in `trace` has ended, and with it all traces in there."""
+        if any(one is trace for one in self._traces):
+            while self._traces[0] is not trace:
+                let_go(self._traces.pop(0))
+
+
+class NeedsTags(StartOver):
     """A save inside an inner trace: the region has to be traced once, with tagged values.
 
     `or_fresh`: traces of its own would do too, for what was saved is static.
@@ -105,11 +121,11 @@ class NeedsTags(BaseException):
         self.journal, self.or_fresh = journal, or_fresh
 
 
-class NeedsFreshTraces(BaseException):
+class NeedsFreshTraces(StartOver):
     """The phase or the slot was asked for inside an inner trace, which no other run may then reuse."""
 
 
-class NeedsTangents(BaseException):
+class NeedsTangents(StartOver):
     """A float was saved by a forward that runs without tangents, so that nobody can tell whether it carries one."""
 
 
@@ -187,6 +203,8 @@ class JaxRun(Run):
 
     def stored(self, entry: Entry, offload: bool | None) -> None:
         entry.offload = offload
+        if self.tags:  # the program has the values. They may be of an inner trace, which this run outlasts
+            entry.leaves = self.marks.names(entry.leaves) if self.marks is not None else []
 
     def save(
         self, data: tuple[Any, ...], name: str | None, place: Place, offload: bool | None = None
@@ -301,13 +319,15 @@ def execute(run: JaxRun, call: Callable[[], T]) -> T:
     """`call()` as the code of `run` (R1, R11)."""
     # Code that ran on values may have asked for its phase in a jitted function and have an answer. A trace for later
     # has to learn that it was asked, and so does not share JAX's cache with it.
-    before, outside = thread.run, traced_for(traced_for.value)
+    before, outside, (trace, *_) = thread.run, traced_for(traced_for.value), open_traces()
     try:
         with traced_for((run.phase, object() if run.fresh else run.on_values)):
             thread.run = run
             return call()
-    except BaseException:  # an interrupt can come while the context is entered or left
+    except BaseException as error:  # an interrupt can come while the context is entered or left
         outside.__enter__()
+        if isinstance(error, StartOver):
+            error.has_left(trace)
         raise
     finally:
         thread.run = before
@@ -345,7 +365,7 @@ def saved_outside(data: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def kept_outside(function: Callable[..., T]) -> Callable[..., T]:
-    """The same for `keep`: what it holds is named. Under JAX_REMAT3 it is a call, see `keep`."""
+    """The same for `keep`: what it holds is named. JAX_REMAT3 has no rule for `vmap` of names, so there it is a call."""
     if is_running() or is_remat3():
         return function
 

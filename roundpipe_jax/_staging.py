@@ -6,6 +6,7 @@ callable objects hold state that may be replaced between two calls, so they are 
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -17,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters import partial_eval
 
 from ._identity import reach
-from ._jax import is_io, is_numpy, replaced
+from ._jax import is_io, is_numpy, let_go, open_traces, replaced
 from ._packing import Held
 
 __all__ = ["Program", "Traces", "hint", "hinted", "memory", "stage"]
@@ -84,7 +85,7 @@ class Traces(NamedTuple):
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Traces:
         """None yet."""
-        return cls(jax.jit(function), [])
+        return cls(jax.jit(_traced(function)), [])
 
 
 def stage(function: Callable[..., Any], args: Sequence[Any], known: Traces | None = None) -> Program:
@@ -96,8 +97,22 @@ def stage(function: Callable[..., Any], args: Sequence[Any], known: Traces | Non
             part.left_to(known.found if lasts else [])
         if lasts:
             return Program(traced.jaxpr, _changed(Held.again, traced.out_info), cached=True)
-    jaxpr, out = jax.make_jaxpr(lambda *values: function(*values), return_shape=True)(*args)
+    jaxpr, out = jax.make_jaxpr(_traced(function), return_shape=True)(*args)
     return Program(_on_its_own(jaxpr), _changed(Held.taken, out))
+
+
+def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, nothing of whose trace stays if it raises: a region that starts over does not end there."""
+
+    @functools.wraps(function, assigned=["__name__"], updated=[])
+    def traced(*values: Any) -> Any:
+        try:
+            return function(*values)
+        except BaseException:
+            let_go(open_traces()[0])
+            raise
+
+    return traced
 
 
 def _changed(change: Callable[[Held], Held], out: Any) -> Any:

@@ -1,5 +1,6 @@
 """Gradients that a slot must not cut (R5), higher derivatives, and values of every type."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from roundpipe_jax import (
     get_recompute_data,
     keep,
     recompute_once,
+    record,
     remat,
     remat_layers,
     save_for_recompute,
@@ -361,6 +363,22 @@ def test_tracers_that_a_layer_closes_over_do_not_leak_where_it_saves_a_float(lan
 
     with jax.checking_leaks():
         jax.grad(jax.jit(loss), (0, 1))(X, jnp.ones((X.shape[-1], X.shape[-1])))
+
+
+@pytest.mark.parametrize("tape", [contextlib.nullcontext, record])
+@pytest.mark.parametrize("inner", [jax.jit, jax.checkpoint, lambda f: lambda x: lax.map(f, x[None])])
+def test_tracers_that_are_saved_in_inner_traces_do_not_leak(inner: Any, tape: Any) -> None:
+    def saving(x: Any) -> Any:
+        top = recompute_once(lambda: stop(x).argmax(-1))
+        (low,) = save_for_recompute(stop(x).argmin(-1))
+        return x * (top + low)[:, None]
+
+    def loss(x: Any) -> Any:
+        with tape():
+            return remat(lambda x: inner(saving)(x))(x).sum()
+
+    with jax.checking_leaks():
+        jax.jit(jax.grad(loss))(X)
 
 
 @lanes

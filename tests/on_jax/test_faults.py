@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import threading
@@ -16,7 +17,9 @@ import pytest
 from roundpipe_core._phase import thread
 from roundpipe_core._slots import Slot
 from roundpipe_jax import (
+    OptionError,
     SlotError,
+    _staging,
     doing_recompute,
     explain,
     layer_scope,
@@ -238,6 +241,52 @@ def test_regions_in_each_other_up_to_the_limit_of_python() -> None:
         deep(remat, 2000)(X)
     assert left_behind() == clean
     same(deep(remat, 2)(X), deep(bare, 2)(X))
+
+
+def in_a_loop(f: Any) -> Any:
+    return lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0]
+
+
+def saves(x: Any) -> Any:
+    return x * (1 + save_for_recompute(jnp.argmax(stop(x)))[0])
+
+
+def asks(x: Any) -> Any:
+    return x + (0 * x if doing_recompute() else 0)
+
+
+def in_the_form_of_another(wrap: Any, x: Any) -> None:
+    def layer(loops: bool) -> Any:
+        def run(x: Any) -> Any:
+            big = jnp.arange(1009.0)
+            y = x * big.sum()
+            return in_a_loop(saves)(y) if loops else y * recompute_once(lambda: bool(y.sum() > 0))
+
+        return wrap(run)
+
+    layer(True)(x)
+    layer(False)(x)
+
+
+def over(f: Any) -> Any:
+    def start(wrap: Any, x: Any) -> None:
+        def layer(x: Any) -> Any:
+            big = jnp.arange(1009.0) * x.sum()
+            return in_a_loop(lambda c: f(c * big.sum()))(x)
+
+        wrap(layer)(x)
+
+    return start
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("start", [over(saves), over(asks), in_the_form_of_another], ids=["saves", "asks", "form"])
+def test_a_run_that_starts_over_leaves_no_array(start: Any, lane: Any) -> None:  # R9
+    _staging._hints.clear()
+    with contextlib.suppress(OptionError):
+        jax.vjp(lambda x: start(in_lane(lane), x), X)
+    gc.collect()
+    assert not any(array.shape == (1009,) for array in jax.live_arrays())
 
 
 def test_data_nested_a_thousand_deep_is_a_clear_error() -> None:

@@ -206,6 +206,31 @@ def test_what_no_tape_can_hold(function: Any, message: str) -> None:
             run(X, W)
 
 
+@pytest.mark.parametrize("decide", [lambda x: 3, route], ids=["static", "array"])
+def test_a_region_that_fails_in_a_layer_that_is_traced(decide: Any) -> None:
+    def fails(x: Any) -> Any:
+        remat(jnp.sin, label="deep")(x)
+        save_for_recompute(decide(x))
+        raise ArithmeticError
+
+    def function(x: Any, w: Any) -> Any:
+        y = jax.jit(layer)(x, w[0])
+        try:
+            return remat(fails, label="fails")(y)
+        except ArithmeticError:
+            return 2 * y
+
+    region = remat(function, label="outer")
+    run = jax.jit(recording(region))
+    if decide is route:
+        with pytest.raises(TapeError, match=r"(?s)layer 'fails': it saved, and then.*saved at: .*_inner.py:"):
+            run(X, W)
+        return
+    _, tape = run(X, W)
+    idx = tape.entries()[0].value
+    close(jax.jit(replaying(region))(X, MOVED, tape), jnp.sin(2 * given(X, MOVED[0], idx)).sum())
+
+
 def test_the_replayed_scan_does_not_route() -> None:
     region = remat(FORMS["scan"][0], label="outer")
     with record() as tape:
