@@ -21,10 +21,10 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from roundpipe_core._backend import backend_of
-from roundpipe_core._errors import MismatchError, OptionError, SlotError, TapeError, message
+from roundpipe_core._errors import MismatchError, SlotError, TapeError, message
 from roundpipe_core._slots import Place, Slot, label_of, where
 
-from ._jax import is_float, is_remat3, is_running, is_tracer, named, replaced, zeros
+from ._jax import is_float, is_running, is_tracer, named, replaced, zeros
 from ._names import KEPT, SAVED
 from ._packing import Held, Split, in_jax, split
 from ._ruled import ruled
@@ -330,12 +330,15 @@ def _either_way(plan: _Plan, held: _Arrays, inputs: _Arrays) -> list[Any]:
 def _reverse_only(plan: _Plan, held: _Arrays, inputs: _Arrays) -> list[Any]:
     """The same for a function with a `custom_vjp` in it, which has no tangents."""
     count = len(held)  # flat arguments: under JAX_CUSTOM_VJP3 containers fail inside of a checkpoint
-    operation = jax.custom_vjp(lambda *values: plan.out(values[:count], values[count:]))
+
+    def known_of(values: _Arrays) -> tuple[_Arrays, _Arrays]:
+        return _depending(plan, values[:count], values[count:]), values[count:]
+
+    operation = jax.custom_vjp(lambda *values: plan.out(*known_of(values)))
 
     def forward(*values: Any) -> tuple[Any, Any]:
-        inputs = values[count:]
-        held = _depending(plan, values[:count], inputs)
-        return plan.out(held, inputs), (held, inputs)
+        known = known_of(values)
+        return plan.out(*known), known
 
     def backward(known: Any, cotangents: Any) -> tuple[Any, ...]:
         slopes = [slope for slope in cotangents if slope.dtype != jax.dtypes.float0]
@@ -354,8 +357,6 @@ def _depending(plan: _Plan, held: _Arrays, inputs: _Arrays) -> list[Any]:
     def rule(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
         held, inputs = primals
         flags = [not isinstance(dot, SymbolicZero) for dot in tangents[1]]
-        if is_remat3() and any(flags):
-            raise _wrong_under_remat3()
         dots = [dot for dot, flag in zip(tangents[1], flags, strict=True) if flag]
         moved = (
             jvp(lambda values: plan.made_again(held, values), inputs, flags, dots)[1] if dots else map(zero_like, held)
@@ -364,17 +365,6 @@ def _depending(plan: _Plan, held: _Arrays, inputs: _Arrays) -> list[Any]:
 
     operation = ruled(rule)
     return operation(held, inputs)
-
-
-def _wrong_under_remat3() -> OptionError:
-    return OptionError(
-        message(
-            "keep: a second derivative would be wrong under JAX_REMAT3, whose jax.checkpoint takes it from the value "
-            "of a function with a custom_jvp rule, and not from the rule.",
-            [],
-            "unset JAX_REMAT3, or leave keep out.",
-        )
-    )
 
 
 def _moved(linear: Jaxpr, residuals: _Arrays, dots: Sequence[Any]) -> list[Any]:
