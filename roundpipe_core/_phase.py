@@ -165,12 +165,12 @@ class Run:
         """`function` with its outputs kept. A run that nothing will recompute keeps nothing."""
         return _outside(function)(*args, **kwargs)
 
-    def update(self, function: Callable[[], Any], called: Any) -> None:
+    def update(self, function: Callable[[], Any], called: Any, place: Place) -> None:
         """Call `function` for what it does to state, unless this run repeats one that did."""
         key = self.numbered(f"update_once({label_of(called)})")
         if not self.repeats:
             self._decide(lambda: _nothing(function()))
-            self.slot.kept[key] = Update(self.state())
+            self.slot.kept[key] = Update(self.state(), place)
             return
         done = self.slot.kept.get(key)
         if done is not None:
@@ -247,10 +247,10 @@ def _nothing(result: object) -> None:
 class Update:
     """What a call of `update_once` leaves for the recompute: the state of random numbers right after it (R7)."""
 
-    __slots__ = ("state",)
+    __slots__ = ("place", "state")
 
-    def __init__(self, state: Any) -> None:
-        self.state = state
+    def __init__(self, state: Any, place: Place) -> None:
+        self.state, self.place = state, place
 
     def places(self) -> Counter[str]:
         """Bytes of arrays kept: none."""
@@ -504,7 +504,7 @@ def update_once(function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -
         without_gradient(lambda: function(*args, **kwargs))
         return
     args, kwargs = run.arguments((args, kwargs))
-    run.update(lambda: function(*args, **kwargs), function)
+    run.update(lambda: function(*args, **kwargs), function, _caller())
 
 
 class layer_scope:  # noqa: N801 - used like a function

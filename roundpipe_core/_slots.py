@@ -26,6 +26,7 @@ __all__ = [
     "Place",
     "Slot",
     "Taken",
+    "facts_of",
     "label_of",
     "row_counts",
     "spoken",
@@ -213,6 +214,13 @@ class Slot:
             )
         return entry
 
+    def saves(self) -> Iterator[tuple[Key, Place]]:
+        """The key and the place of every save, those of inner regions too."""
+        yield from ((key, entry.place) for key, entry in self.entries.items())
+        for slots in self.children.values():
+            for slot in slots:
+                yield from slot.saves()
+
     def nbytes(self) -> int:
         """Bytes of all arrays kept, inner regions included (R12)."""
         return sum(self.places().values())
@@ -258,6 +266,11 @@ def spoken(key: Key) -> str:
     scope, name = key
     slot = "the unnamed slot" if name is None else f"slot {name!r}"
     return f"{slot} in scope {'/'.join(scope)!r}" if scope else slot
+
+
+def facts_of(saves: Iterable[tuple[Key, Place]]) -> list[tuple[str, str]]:
+    """Saves, for a message: the first few."""
+    return [(f"saves {spoken(key)}", where(place)) for key, place in itertools.islice(saves, 8)]
 
 
 def where(place: Place) -> str:

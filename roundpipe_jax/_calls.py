@@ -25,7 +25,7 @@ from jax.extend.core import ClosedJaxpr
 from roundpipe_core._errors import MismatchError, OptionError, message
 from roundpipe_core._phase import Phase, open_slot, thread
 from roundpipe_core._replay import TapedSlot
-from roundpipe_core._slots import Slot, label_of
+from roundpipe_core._slots import Slot, facts_of, label_of, where
 from roundpipe_core._tape import Skeleton
 
 from . import _arguments
@@ -87,7 +87,14 @@ class Forward:
         self.marked: MarkedSlot | None = None  # what goes to a tape
         self.names: frozenset[str] = frozenset()  # of its marks
         self.offloads = False  # whether a save itself says where to be
+        self.saves: list[tuple[str, str]] = []  # in words, as are those
+        self.updates: list[tuple[str, str]] = []
         self.made: dict[Hashable, Any] = {}
+
+    def told_of(self, slot: Slot) -> None:
+        """Note what messages say of the slot, which does not last."""
+        self.saves = facts_of(slot.saves())
+        self.updates = [(str(name), where(update.place)) for (_, name), update in slot.kept.items()]
 
 
 class Recompute:
@@ -156,6 +163,7 @@ class Layer(NamedTuple):
         outputs, shape = split(value)
         found = Forward(shape, Template(Slot(self.label), []), run.asked)
         found.offloads = any(entry.offload is not None for entry in run.slot.entries.values())
+        found.told_of(run.slot)
         return outputs, Held(found)
 
     def taped_program(self, slot: Slot, marks: Marks, arrays: Sequence[Any], journal: Journal | None) -> Any:
@@ -164,6 +172,7 @@ class Layer(NamedTuple):
         outputs, shape = split(value)
         found = Forward(shape, Template(Slot(self.label), []), run.asked)
         found.marked = marks.taken_from(slot)
+        found.told_of(run.slot)
         return outputs, Held(found)
 
     def recompute_program(self, template: Template, saved: Sequence[Any], arrays: Sequence[Any]) -> Any:
@@ -472,7 +481,7 @@ class Call:
                 )
             ) from error
         if updates_in(program.jaxpr.jaxpr):
-            raise self._updates_inside()
+            raise self._updates_inside(program.out[1].value)
         found: Forward = program.out[1].value
         led = self._led(program, found, journal, whole=outer is None)
         try:
@@ -488,12 +497,12 @@ class Call:
             results = results[:count]
         return found.shape.join(results)
 
-    def _updates_inside(self) -> MismatchError:
+    def _updates_inside(self, found: Forward) -> MismatchError:
         return MismatchError(
             message(
                 f"layer {label_of(self.label)!r}: it saves inside a scan, cond, vmap, while or jit, and there the "
                 "recompute too would make a callback from update_once.",
-                [],
+                [*self.refusals.at, *found.updates, *found.saves],
                 "wrap the function in there in remat, instead of the layer around it; or return the state as a result.",
             )
         )
@@ -507,7 +516,7 @@ class Call:
                 message(
                     f"layer {label_of(self.label)!r}: it saves inside a scan, cond, vmap, while or jit, where "
                     "offload is one for all saves, without inputs, and not under JAX_REMAT3.",
-                    [("offload", repr(plan))],
+                    [*self.refusals.at, ("offload", repr(plan)), *found.saves],
                     'give the layer offload="cpu" only, or save outside of the inner function.',
                 )
             )

@@ -22,7 +22,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from roundpipe_core._backend import backend_of
 from roundpipe_core._errors import MismatchError, SlotError, TapeError, message
-from roundpipe_core._slots import Place, Slot, label_of, where
+from roundpipe_core._slots import Place, Slot, facts_of, label_of, where
 
 from ._jax import is_float, is_running, is_tracer, named, replaced, zeros
 from ._names import KEPT, SAVED
@@ -64,6 +64,7 @@ class _Plan:
     back: bool  # whether it goes from cotangents to cotangents
     outputs: tuple[_From, ...]
     shape: Split  # of the outputs
+    refusal: str  # what to say if it cannot be made again
 
     def made(self, inputs: _Arrays) -> list[Any]:
         """What is to be held."""
@@ -73,13 +74,7 @@ class _Plan:
     def made_again(self, held: _Arrays, inputs: _Arrays) -> list[Any]:
         """The same, with the decisions that the function made."""
         if self.again is None:
-            raise MismatchError(
-                message(
-                    "keep: a second derivative runs the function again, and it saves in a scan, cond, vmap or while.",
-                    [],
-                    "save outside of the function that is kept.",
-                )
-            )
+            raise MismatchError(self.refusal)
         decided = [held[n] for n in self.decisions]
         return self.again.run((), [*inputs, *decided])
 
@@ -141,7 +136,7 @@ def keep(run: Any, function: Callable[..., Any], args: Any, kwargs: Any, place: 
     else:
         program = call.program()
         inputs = [*program.consts, *call.arrays]
-        plan = _planned(program, inputs)
+        plan = _planned(program, inputs, call.saves_inside())
         held = plan.made(run.arguments(inputs))
         if run.tags or run.names:
             held = [named(array, KEPT) if is_tracer(array) else array for array in held]
@@ -168,6 +163,7 @@ class _Call:
 
     def __init__(self, run: Any, function: Callable[..., Any], arguments: Any, place: Place, name: str) -> None:
         self._run, self._function, self._place, self._name = run, function, place, name
+        self._saves: list[tuple[str, str]] = []  # of the function, in words
         arrays, self._arguments = split(arguments)
         self.arrays = [in_jax(array) for array in arrays]
 
@@ -176,7 +172,9 @@ class _Call:
 
         def body(*arrays: Any) -> Any:
             args, kwargs = self._arguments.join(arrays)
-            outputs, shape = split(self._run.aside(lambda: self._function(*args, **kwargs), again))
+            value, slot = self._run.aside(lambda: self._function(*args, **kwargs), again)
+            self._saves = facts_of(slot.saves())
+            outputs, shape = split(value)
             return outputs, Held(shape)
 
         try:
@@ -212,9 +210,18 @@ class _Call:
         return TapeError(
             message(
                 f"layer {self._run.slot.label!r}: {self._name} saves, which does not get on a tape.",
-                [("called at", where(self._place))],
+                [("called at", where(self._place)), *self._saves],
                 "save outside of the function that is kept, and pass it the decision.",
             )
+        )
+
+    def saves_inside(self) -> str:
+        """The function saves in an inner trace, and is to run again."""
+        return message(
+            f"layer {self._run.slot.label!r}: a second derivative runs {self._name} again, which saves in a scan, "
+            "cond, vmap, while or jit.",
+            [("called at", where(self._place)), *self._saves],
+            "save at the function's own level, or outside of it, and pass it the decision.",
         )
 
     def _looks(self, error: Exception) -> MismatchError:
@@ -244,7 +251,7 @@ def _kind(array: Any) -> str:
     return f"{array.dtype}{list(array.shape)}"
 
 
-def _planned(program: Program, inputs: _Arrays) -> _Plan:
+def _planned(program: Program, inputs: _Arrays, refusal: str) -> _Plan:
     """How to run a program in parts: what it holds, and its derivative from that."""
     floats = tuple(map(is_float, inputs))
     captured = len(program.consts)
@@ -275,6 +282,7 @@ def _planned(program: Program, inputs: _Arrays) -> _Plan:
         again=again,
         decisions=decisions,
         shape=program.out[1].value,
+        refusal=refusal,
         **found,
     )
 

@@ -27,6 +27,11 @@ class Refusals(NamedTuple):
         code = codes(fun)[0]
         return cls(label_of(label), where((code.co_filename, code.co_firstlineno)) if code is not None else None)
 
+    @property
+    def at(self) -> list[tuple[str, str]]:
+        """Where the layer is, for a message."""
+        return [("layer at", self.place)] if self.place else []
+
     def policy(self, policy: Any) -> OptionError:
         """It was given a policy."""
         return self._error(
@@ -61,5 +66,4 @@ class Refusals(NamedTuple):
         )
 
     def _error(self, what: str, way_out: str, *facts: tuple[str, str]) -> OptionError:
-        at = [("layer at", self.place)] if self.place else []
-        return OptionError(message(f'layer {self.layer!r}: mode="custom_vjp" {what}', [*at, *facts], way_out))
+        return OptionError(message(f'layer {self.layer!r}: mode="custom_vjp" {what}', [*self.at, *facts], way_out))

@@ -191,15 +191,15 @@ class JaxRun(Run):
         outputs: T = keep(self, function, args, kwargs, place)
         return outputs
 
-    def aside(self, call: Callable[[], T], again: bool) -> T:
-        """`call()` as code that a recompute leaves out. `again`: it ran before."""
+    def aside(self, call: Callable[[], T], again: bool) -> tuple[T, Slot]:
+        """`call()` as code that a recompute leaves out, and the slot that it filled. `again`: it ran before."""
         run = JaxRun(Phase.FORWARD, Slot(self.slot.label), tags=True)
         run.repeats = again
-        return execute(run, call)
+        return execute(run, call), run.slot
 
-    def update(self, function: Callable[[], Any], called: Any) -> None:
+    def update(self, function: Callable[[], Any], called: Any, place: Place) -> None:
         with jax.named_scope(UPDATE):
-            super().update(function, called)
+            super().update(function, called, place)
 
     def stored(self, entry: Entry, offload: bool | None) -> None:
         entry.offload = offload
@@ -365,7 +365,7 @@ def saved_outside(data: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def kept_outside(function: Callable[..., T]) -> Callable[..., T]:
-    """The same for `keep`: what it holds is named. JAX_REMAT3 has no rule for `vmap` of names, so there it is a call."""
+    """The same for `keep`: what it holds is named. JAX_REMAT3 has no rule for `vmap` of names: there it is a call."""
     if is_running() or is_remat3():
         return function
 

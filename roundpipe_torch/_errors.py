@@ -94,13 +94,14 @@ def no_partner(layer: str, wanted: str, forward: str, recompute: str) -> Checkpo
     )
 
 
-def not_yet(layer: str) -> CheckpointMismatchError:
+def not_yet(layer: str, asked: SlotError) -> CheckpointMismatchError:
     """The recompute got ahead of a forward that waits for it: it asks for what the forward has not saved yet."""
+    headline, *facts, _ = (line.strip().partition(": ") for line in str(asked).splitlines())
     return CheckpointMismatchError(
         message(
             f"layer {layer!r}: the forward differentiates inside itself, and its recompute got past that point without "
             "what the forward waits for.",
-            [],
+            [("the recompute", "".join(headline)), *((name, fact) for name, _, fact in facts)],
             "differentiate in both phases, keep no differentiable statistic of one phase only, and put a decision that "
             "needs a gradient into recompute_once(...).",
         )

@@ -395,7 +395,7 @@ class _Recompute:
         except SlotError as error:
             if frame.returned:
                 raise
-            raise not_yet(frame.slot.label) from error
+            raise not_yet(frame.slot.label, error) from error
         finally:
             torch._C._set_grad_enabled(tracked)
             crowded = visit.end()

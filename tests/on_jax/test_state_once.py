@@ -1,5 +1,6 @@
 """update_once: what a layer does to state outside of itself, counted."""
 
+import re
 from typing import Any
 
 import jax
@@ -62,6 +63,7 @@ def test_in_a_scan_in_a_layer_it_is_an_error(way: str) -> None:
     with pytest.raises(MismatchError, match="recompute too would make a callback from update_once") as caught:
         WAYS[way](slope(layer))(X)
     assert "layer 'stack'" in str(caught.value)
+    assert re.search(r"layer at: .*once\.py:\d+\n  update_once\(.*debug_callback.*: .*once\.py:\d+", str(caught.value))
     assert "wrap the function in there in remat" in str(caught.value)
     assert seen.values == []
 

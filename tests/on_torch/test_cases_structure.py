@@ -528,6 +528,20 @@ def test_a_force_of_what_the_phases_compute_by_other_operations_is_refused():
     assert not doing_recompute()
 
 
+def test_a_recompute_that_gets_ahead_of_its_forward_names_what_it_asked_for():
+    def layer(x):
+        y = x.sin()
+        if doing_recompute():
+            get_recompute_data("late")
+        (force,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        save_for_recompute(1, name="late")
+        return force * y
+
+    says = r"(?s)layer '.*got past that point.*the recompute: layer '.*slot 'late'.*asked for at: .*structure\.py:\d+"
+    with pytest.raises(CheckpointMismatchError, match=says):
+        checkpoint(layer, leaf(T, D))
+
+
 @pytest.mark.parametrize(("layer", "outer"), MEETINGS)
 def test_a_layer_that_meets_autograd_itself(outer, layer):
     def scenario(way):
