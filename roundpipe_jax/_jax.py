@@ -19,6 +19,7 @@ __all__ = [
     "belongs_to",
     "cannot_name",
     "concrete_value",
+    "current_trace",
     "default_platform",
     "fresh_var",
     "is_about_effects",
@@ -68,10 +69,15 @@ def trace_state() -> Any:
     return state()
 
 
+def current_trace() -> Any:
+    """The same as what JAX knows it by."""
+    return trace_state()._trace_ref()
+
+
 def open_traces() -> list[Any]:
     """The traces that operations of this thread go through now, innermost first."""
     found: list[Any] = []
-    trace = trace_state()._trace_ref()
+    trace = current_trace()
     while trace is not None:
         found.append(trace)
         trace = getattr(trace, "parent_trace", None)

@@ -27,6 +27,7 @@ from ._jax import (
     behind,
     cannot_name,
     concrete_value,
+    current_trace,
     is_float,
     is_remat3,
     is_running,
@@ -319,7 +320,7 @@ def execute(run: JaxRun, call: Callable[[], T]) -> T:
     """`call()` as the code of `run` (R1, R11)."""
     # Code that ran on values may have asked for its phase in a jitted function and have an answer. A trace for later
     # has to learn that it was asked, and so does not share JAX's cache with it.
-    before, outside, (trace, *_) = thread.run, traced_for(traced_for.value), open_traces()
+    before, outside, trace = thread.run, traced_for(traced_for.value), current_trace()
     try:
         with traced_for((run.phase, object() if run.fresh else run.on_values)):
             thread.run = run

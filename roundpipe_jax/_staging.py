@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters import partial_eval
 
 from ._identity import reach
-from ._jax import is_io, is_numpy, let_go, open_traces, replaced
+from ._jax import current_trace, is_io, is_numpy, let_go, replaced
 from ._packing import Held
 
 __all__ = ["Program", "Traces", "hint", "hinted", "memory", "stage"]
@@ -109,7 +109,7 @@ def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*values)
         except BaseException:
-            let_go(open_traces()[0])
+            let_go(current_trace())
             raise
 
     return traced
