@@ -237,6 +237,7 @@ class Frame:
         before = Before(self._generators, self._buffers)
 
         def attempt(watch: DrawWatch | None) -> tuple[_Recompute, bool]:
+            self._empty()  # what an attempt before this one found may not stand where this one finds nothing
             recompute = _Recompute(self, asked)
             return recompute, recompute.run(watch, before.numbers)
 
@@ -247,16 +248,24 @@ class Frame:
             self._arrived, self._vain = torch._C._current_graph_task_id(), None
         try:
             recompute, drew = replayed(attempt if self._buffers is None else led, self._crowded)
+            if drew:
+                raise drawn_in_a_crowd(self.slot.label)
+            if recompute.relaid >= 0 and recompute.drew:
+                raise drawn_in_another_layout(self.slot.label, self.trace.told_of(recompute.relaid))
         except BaseException:
             before.restore()
+            self._empty()  # or a later backward, of the same graph, would take them
             raise
         if self.talks and (lacking := self.lacking()):
             self._vain = lacking, recompute.trace
-        if drew:
-            raise drawn_in_a_crowd(self.slot.label)
-        if recompute.relaid >= 0 and recompute.drew:
-            raise drawn_in_another_layout(self.slot.label, self.trace.told_of(recompute.relaid))
         return recompute
+
+    def _empty(self) -> None:
+        """Let the holders have no value."""
+        for ref in self.trace.refs:
+            holder = ref()
+            if holder is not None:
+                holder.value = None
 
     def fill(self, pairs: Pairs, recompute: Trace) -> None:
         """Give the holders still alive the values of their partners."""
