@@ -35,6 +35,7 @@ __all__ = [
     "differentiated_twice",
     "drawn_in_a_crowd",
     "drawn_in_another_layout",
+    "hooked_inside",
     "input_changed",
     "is_ours",
     "kept_output_changed",
@@ -327,6 +328,18 @@ def captured(layer: str, name: str, place: Place) -> MismatchError:
             f"layer {layer!r}: {name} uses a tensor that carries gradient and is not among its arguments.",
             [("called at", where(place))],
             "pass it as an argument, keep(function, tensor), or use the default engine (use_reentrant=False).",
+        )
+    )
+
+
+def hooked_inside(layer: str, name: str, place: Place) -> MismatchError:
+    """A function kept under the second engine hooks a tensor of the layer, whose gradient it sees a part of only."""
+    return MismatchError(
+        message(
+            f"layer {layer!r}: {name} registers a hook on the gradient of a tensor that it was given, and "
+            "use_reentrant=True does not run it again.",
+            [("kept at", where(place))],
+            "register the hook outside of the function that is kept, or use the default engine (use_reentrant=False).",
         )
     )
 

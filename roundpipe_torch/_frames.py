@@ -39,6 +39,7 @@ from ._errors import (
     started_inside,
     tensor_changed,
 )
+from ._hooks import Hooked, hooked_since, now, resting
 from ._inputs import Inputs
 from ._keep import forget_with
 from ._matching import Leaf, Pairs, Trace, cheap_tail, match, match_aligned, node_count, node_names, region_codes
@@ -110,7 +111,7 @@ class Frame:
     """One call of a region."""
 
     __slots__ = (
-        "__weakref__", "_ambient", "_arrived", "_buffers", "_crowded", "_function", "_generators", "_inputs",
+        "__weakref__", "_ambient", "_arrived", "_buffers", "_crowded", "_function", "_generators", "_hooked", "_inputs",
         "_located", "_lock", "_needed", "_options", "_outputs", "_parcel", "_plan", "_vain", "_verified",
         "_witnesses", "returned", "runs_out", "slot", "stop_at", "talks", "trace",
     )  # fmt: skip
@@ -136,6 +137,7 @@ class Frame:
         self._crowded = False
         self._witnesses: tuple[Trace, ...] = ()
         self._arrived = -1  # the last backward that recomputed this
+        self._hooked: list[Hooked] = []  # tensors from before it that the forward has put hooks on
         self._vain: tuple[list[int], Trace] | None = None  # packs that this recompute had no partner for
         self.talks = False  # to other ranks
         self.returned = False
@@ -153,7 +155,7 @@ class Frame:
         if self._parcel is not None:
             run.plan, run.parcel = self._plan, self._parcel
         visit = Visit(self._generators)
-        first, before = node_count(), collectives()
+        first, before, mark = node_count(), collectives(), now()
         outputs: Any = _NOTHING
         try:
             with self._options.context(0), saved_tensors_hooks(self._pack, _unpack):
@@ -173,6 +175,9 @@ class Frame:
             raise started_inside(self.slot.label)
         if outputs is _NOTHING:
             raise context_swallowed(self.slot.label)
+        self._hooked = run.hooked + [
+            found._replace(tensor=None) for found in hooked_since(mark, self._function, args, kwargs)
+        ]
         self._parcel = run.parcel
         if self.slot.rows is not None and not isinstance(outer, TorchRun):
             forget_with(self, self.slot)
@@ -237,6 +242,7 @@ class Frame:
         before = Before(self._generators, self._buffers)
 
         def attempt(watch: DrawWatch | None) -> tuple[_Recompute, bool]:
+            self._empty()  # what an attempt before this one found may not stand where this one finds nothing
             recompute = _Recompute(self, asked)
             return recompute, recompute.run(watch, before.numbers)
 
@@ -247,16 +253,24 @@ class Frame:
             self._arrived, self._vain = torch._C._current_graph_task_id(), None
         try:
             recompute, drew = replayed(attempt if self._buffers is None else led, self._crowded)
+            if drew:
+                raise drawn_in_a_crowd(self.slot.label)
+            if recompute.relaid >= 0 and recompute.drew:
+                raise drawn_in_another_layout(self.slot.label, self.trace.told_of(recompute.relaid))
         except BaseException:
             before.restore()
+            self._empty()  # or a later backward, of the same graph, would take them
             raise
         if self.talks and (lacking := self.lacking()):
             self._vain = lacking, recompute.trace
-        if drew:
-            raise drawn_in_a_crowd(self.slot.label)
-        if recompute.relaid >= 0 and recompute.drew:
-            raise drawn_in_another_layout(self.slot.label, self.trace.told_of(recompute.relaid))
         return recompute
+
+    def _empty(self) -> None:
+        """Let the holders have no value."""
+        for ref in self.trace.refs:
+            holder = ref()
+            if holder is not None:
+                holder.value = None
 
     def fill(self, pairs: Pairs, recompute: Trace) -> None:
         """Give the holders still alive the values of their partners."""
@@ -372,11 +386,12 @@ class _Recompute:
         run = TorchRun(Phase.RECOMPUTE, frame.slot, self.trace, generators)
         try:
             torch._C._set_grad_enabled(True)
-            with frame._ambient.restored():
+            with frame._ambient.restored(), resting(frame._hooked, frame._function, args, kwargs):
                 audit = frame._audit(args, kwargs)
                 self.trace.restart()
                 run.draw_from(generators.start if generators else None)
                 run.observe(frame._buffers)
+                run.hooked = frame._hooked
                 run.knowing = frame.trace.told_at >= 0
                 buffers = copies(frame._buffers, frame.slot, run.knowing)
                 hooks = saved_tensors_hooks(self._pack, _unpack_recomputed)
@@ -396,6 +411,9 @@ class _Recompute:
             if frame.returned:
                 raise
             raise not_yet(frame.slot.label, error) from error
+        except RuntimeError as error:
+            if not (self.done and "TorchScript interpreter" in str(error)):  # which makes this of all that is raised
+                raise
         finally:
             torch._C._set_grad_enabled(tracked)
             crowded = visit.end()

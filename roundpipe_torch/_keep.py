@@ -31,10 +31,12 @@ from ._errors import (
     captured,
     differentiated_inside,
     differentiated_twice,
+    hooked_inside,
     kept_output_changed,
     not_kept,
     tensor_changed,
 )
+from ._hooks import Hooked, hooked_since, is_hooked, now
 from ._inputs import save_tensor
 from ._matching import node_count
 from ._offload import Here, Shipped
@@ -143,6 +145,11 @@ class Kept:
                 leaves[n] = leaf
         return leaves
 
+    def refuse_inside(self, gradient: torch.Tensor) -> None:
+        """Of a layer that differentiates inside itself: the function's own hooks are behind the stand-in."""
+        if self.site.forward() is not None:
+            raise differentiated_inside(self.layer, self.name, self.place)
+
     def through(self, grads: tuple[torch.Tensor | None, ...], saved: list[Any]) -> list[torch.Tensor | None]:
         """Gradients of the linked arguments, by the function's own graph."""
         if self.graph is None:
@@ -219,6 +226,10 @@ class _Call:
         values = self._values if tensors is self.tensors else self._with(iter(tensors))
         positional = len(values) - len(self._names)
         return self._function(*values[:positional], **dict(zip(self._names, values[positional:], strict=True)))
+
+    def hooked_since(self, mark: int, tensors: list[torch.Tensor]) -> Iterator[Hooked]:
+        """The tensors from before the function on which it has put hooks."""
+        return hooked_since(mark, self._function, [*tensors, *self._values], {})
 
     def _with(self, tensors: Iterator[torch.Tensor]) -> tuple[Any, ...]:
         """The arguments around other tensors. What holds none that is new stays the object that it is."""
@@ -307,7 +318,7 @@ _LEFT_OUT = object()
 def _first(run: Any, kept: Kept, call: _Call, isolated: bool, waiting: list[Argument]) -> Any:
     """Run the function, and note what the recomputes need to know."""
     given = call.given(isolated, kept.grads)
-    met, taken, begun = run.met(), run.taken.copy(), node_count()
+    met, taken, begun, mark = run.met(), run.taken.copy(), node_count(), now()
     versions = [version_of(tensor) for tensor in given]
     kept.site.reruns = True  # if it fails here, it fails in the recompute
     kept.site.ship = run.ship
@@ -331,6 +342,10 @@ def _first(run: Any, kept: Kept, call: _Call, isolated: bool, waiting: list[Argu
         if version_of(tensor) != version
     }
     tracked = [leaf for leaf, out in zip(leaves, kept.outputs, strict=True) if out.tracked]
+    before = [found.tensor for found in call.hooked_since(mark, given) if found.tensor is not None]
+    if isolated and not all(tensor.is_leaf for tensor in before):
+        raise hooked_inside(kept.layer, kept.name, kept.place)
+    kept.site.watch([*before, *filter(is_hooked, tracked)])
     kept.linked, foreign = _reached(tracked, given[: call.count] if isolated else given, begun)
     if isolated:
         if foreign:
@@ -367,7 +382,12 @@ def _isolated(kept: Kept, outputs: Any, call: _Call, waiting: list[Argument], sa
     for n, out in enumerate(kept.outputs):
         if out.part is not None and out.part.geometry is None:
             leaves[n] = call.tensors[out.part.whole]
-    return unflatten(kept.spec, iter(kept.tracked(leaves, call.tensors, saved)))
+    leaves = kept.tracked(leaves, call.tensors, saved)
+    if kept.site.watched:
+        for leaf, out in zip(leaves, kept.outputs, strict=True):
+            if out.tracked:
+                leaf.register_hook(kept.refuse_inside)
+    return unflatten(kept.spec, iter(leaves))
 
 
 def _line_up(run: Any, kept: Kept, leaves: list[Any], nodes: int) -> None:

@@ -32,6 +32,7 @@ from ._errors import (
     wrong_option,
 )
 from ._frames import Options
+from ._hooks import Hooked, hooked_since, now, resting
 from ._keep import forget_with, release
 from ._matching import Trace, other_layout, region_codes
 from ._offload import Parcel
@@ -79,8 +80,8 @@ class _Region:
     """What both directions need, but for the tensors, which autograd keeps."""
 
     __slots__ = (
-        "__weakref__", "ambient", "buffers", "crowded", "function", "generators", "leaves", "located", "outermost",
-        "output_leaves", "output_spec", "parcel", "slot", "spec", "trace",
+        "__weakref__", "ambient", "buffers", "crowded", "function", "generators", "hooked", "leaves", "located",
+        "outermost", "output_leaves", "output_spec", "parcel", "slot", "spec", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -93,6 +94,7 @@ class _Region:
         self.buffers = Buffers.of(function, leaves)
         self.parcel = None if options.offload is None else Parcel(options.offload)
         self.crowded = False
+        self.hooked: list[Hooked] = []  # tensors from before it that the forward has put hooks on
         self.located = is_told(thread.run)
         self.outermost = True  # of the regions of this engine
         self.trace = Trace(False, self.located)
@@ -104,7 +106,7 @@ class _Region:
 
         With a graph, so that a saved value's gradient shows (R5), but one that keeps nothing.
         """
-        visit = Visit(self.generators)
+        visit, mark = Visit(self.generators), now()
         try:
             run = TorchRun(phase, self.slot, self.trace, self.generators, thread.run)
             run.witnesses = (*run.witnesses, self.trace)
@@ -118,6 +120,9 @@ class _Region:
             self.crowded = visit.end()
         if self.buffers is not None:
             self.buffers.settle()
+        self.hooked = run.hooked + [
+            found._replace(tensor=None) for found in hooked_since(mark, self.function, *self._given(tensors))
+        ]
         self.parcel = run.parcel
         if self.slot.rows is not None and not isinstance(thread.run, TorchRun):
             forget_with(self, self.slot)
@@ -161,11 +166,13 @@ class _Region:
         )
         try:
             run.observe(self.buffers)
+            run.hooked = self.hooked
             run.knowing = self.trace.told_at >= 0
             buffers = copies(self.buffers, self.slot, run.knowing)
             with torch.enable_grad(), self.ambient.restored(), buffers, hooks, watch or _NO_CONTEXT:
                 run.draw_from(generators.start if generators else None)
-                leaves = self._run(run, tensors)
+                with resting(self.hooked, self.function, *self._given(tensors)):
+                    leaves = self._run(run, tensors)
             relaid = other_layout(self.trace, trace)
             if relaid is not None and run.drew():
                 raise drawn_in_another_layout(self.slot.label, relaid)
@@ -175,9 +182,13 @@ class _Region:
                 generators.set(numbers)
         return leaves, crowded
 
-    def _run(self, run: TorchRun, tensors: tuple[torch.Tensor, ...]) -> list[Any]:
+    def _given(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = iter(tensors)
         args, kwargs = unflatten(self.spec, (next(given) if leaf is _TENSOR else leaf for leaf in self.leaves))
+        return args, kwargs
+
+    def _run(self, run: TorchRun, tensors: tuple[torch.Tensor, ...]) -> list[Any]:
+        args, kwargs = self._given(tensors)
         outer = thread.run
         try:
             thread.run = run

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from ._errors import tensor_changed
 from ._offload import Here, Shipped
@@ -18,7 +19,7 @@ __all__ = ["Argument", "Held", "Packer", "Site", "unpack", "whole_of"]
 class Site:
     """A call of `keep`, as the tensors that it holds know it: not with its outputs, whose graph holds the tensors."""
 
-    __slots__ = ("_moved", "forward", "label", "reruns", "running", "ship")
+    __slots__ = ("_handles", "_moved", "forward", "label", "reruns", "running", "ship")
 
     def __init__(self, run: Any) -> None:
         self.label = run.slot.label
@@ -26,6 +27,7 @@ class Site:
         self.running = True
         self.reruns = False
         self.ship: Callable[[torch.Tensor], Shipped | None] | None = None
+        self._handles: list[RemovableHandle] = []
         self._moved: dict[Any, tuple[torch.Tensor, Shipped]] = {}
 
     def hold(self, tensor: torch.Tensor) -> Here | Shipped:
@@ -50,6 +52,24 @@ class Site:
         """Backward wants something. A layer that differentiates inside itself will do so in the recompute, too."""
         if not self.running and self.forward() is not None:
             self.reruns = True
+
+    @property
+    def watched(self) -> bool:
+        """Whether the function has put hooks on what it was given or returns."""
+        return bool(self._handles)
+
+    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Notice when a gradient comes by, where what stands for the function would not have the function's hooks."""
+        for tensor in tensors:
+            if tensor.requires_grad:
+                handle: RemovableHandle = tensor.register_hook(self._passed)  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+
+    def _passed(self, gradient: torch.Tensor) -> None:
+        self.asked()
+        if self.forward() is None:
+            for handle in self._handles:  # a weight would gather them
+                handle.remove()
 
 
 class Held:

@@ -17,6 +17,7 @@ from roundpipe_core._slots import NOTHING, Entry, Key, Place, Slot
 from ._backend import adopted, without_gradient
 from ._buffers import Buffers, Moved
 from ._errors import tensor_changed
+from ._hooks import Hooked
 from ._keep import keep
 from ._matching import Trace
 from ._offload import MOVED, Offload, Parcel, Shipped
@@ -41,7 +42,7 @@ class TorchRun(Run):
     """A run whose saved tensors are traced and whose random numbers line up."""
 
     __slots__ = (
-        "__weakref__", "_aligned", "_drew", "_outer", "asked", "buffers", "generators", "keeping", "knowing",
+        "__weakref__", "_aligned", "_drew", "_outer", "asked", "buffers", "generators", "hooked", "keeping", "knowing",
         "own_graph", "parcel", "plan", "trace", "watching", "witnesses",
     )  # fmt: skip
 
@@ -54,12 +55,13 @@ class TorchRun(Run):
         self.knowing = False  # a recompute of a layer that asks for its phase
         self.watching = False  # buffers may change in here
         self.plan: Offload | None = None
+        self.hooked: list[Hooked] = []  # what rests while this recompute runs, and those of regions inside
         self.witnesses: tuple[Trace, ...] = ()  # traces of regions of the second engine around: see `other_layout`
         if outer is not None:
             self.repeats = outer.repeats
             if isinstance(outer, TorchRun):
                 self.own_graph, self.knowing = outer.own_graph, outer.knowing
-                self.watching, self.plan = outer.watching, outer.plan
+                self.watching, self.plan, self.hooked = outer.watching, outer.plan, outer.hooked
                 self.witnesses = () if outer.keeping else outer.witnesses
         self.buffers: Buffers | None = None  # of its own region
         self.parcel: Parcel | None = None  # what it has in host memory, once there is something

@@ -30,6 +30,7 @@ __all__ = [
     "generators_of",
     "modules_of",
     "replayed",
+    "tensors_of",
 ]
 
 T = TypeVar("T")
@@ -219,13 +220,32 @@ def modules_of(function: Any, leaves: Iterable[Any]) -> Iterator[torch.nn.Module
     They are itself, its bound object, its partial, its closure, modules among the globals that it names and what
     functions among these can reach, its arguments, and what of these is in a list, tuple or dict.
     """
+    return (found for found in _reached(function, leaves) if isinstance(found, torch.nn.Module))
+
+
+def tensors_of(function: Any, leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors that a call can reach in the same way, and those of the modules."""
+    for found in _reached(function, leaves):
+        if isinstance(found, torch.Tensor):
+            yield found
+            continue
+        for module in found.modules():
+            values = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
+            yield from (value for value in values if isinstance(value, torch.Tensor))
+
+
+def _reached(function: Any, leaves: Iterable[Any]) -> Iterator[Any]:
+    """Modules and tensors."""
     waiting, seen = [function, *leaves], set()
     while waiting:
         found = waiting.pop()
-        if type(found) is torch.Tensor or id(found) in seen:
+        if type(found) is torch.Tensor:
+            yield found
+            continue
+        if id(found) in seen:
             continue
         seen.add(id(found))
-        if isinstance(found, torch.nn.Module):
+        if isinstance(found, (torch.nn.Module, torch.Tensor)):
             yield found
         elif isinstance(found, partial):
             waiting += [found.func, *found.args, *found.keywords.values()]
@@ -239,10 +259,13 @@ def modules_of(function: Any, leaves: Iterable[Any]) -> Iterator[torch.nn.Module
                     waiting.append(cell.cell_contents)
             for name in found.__code__.co_names:
                 value = found.__globals__.get(name)
-                if value is not None and (isinstance(value, torch.nn.Module) or _is_beside(found, value)):
+                if value is not None and (isinstance(value, _HOLDING) or _is_beside(found, value)):
                     waiting.append(value)
         elif isinstance(found, (list, tuple, dict)) and len(found) <= _MOST_SEARCHED:
             waiting += found.values() if isinstance(found, dict) else found
+
+
+_HOLDING = torch.nn.Module, torch.Tensor
 
 
 def _is_beside(function: types.FunctionType, value: Any) -> bool:

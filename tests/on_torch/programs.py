@@ -175,10 +175,12 @@ class Linear:
 
 @dataclass(frozen=True)
 class Hook:
-    """A gradient's hook, which changes it and counts."""
+    """A gradient's hook, which changes it and counts. `bare`: on the value itself, maybe from before the region."""
+
+    bare: bool = False
 
     def run(self, machine: Machine, env: Env, path: str) -> torch.Tensor:
-        a = env.values[-1] * 1
+        a = env.values[-1] if self.bare else env.values[-1] * 1
         if a.requires_grad:
             a.register_hook(machine.hook)
         return a
@@ -536,7 +538,7 @@ def steps(kinds: Kinds, depth: int) -> st.SearchStrategy[Any]:
         decides(kinds),
         st.builds(Sort, st.booleans()),
         st.builds(Extra, st.booleans(), st.sampled_from(["dropped", "local", "kept"])),
-        st.just(Hook()),
+        st.builds(Hook, st.booleans()),
     ]
     if kinds.calls:
         simple.append(st.builds(Call, st.integers(0, 1)))

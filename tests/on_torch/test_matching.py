@@ -20,6 +20,7 @@ from roundpipe_torch import (
     recompute_once,
     save_for_recompute,
 )
+from tests.on_torch.oracle import agree, leaf
 
 
 def leaves(seed: int = 0) -> list[torch.Tensor]:
@@ -524,3 +525,17 @@ def test_equal_turns_of_a_loop_are_not_taken_for_each_other():
         return x
 
     compare(layer)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_recompute_may_end_inside_of_torchscript() -> None:
+    """The interpreter turns what is raised in it into a RuntimeError of its own."""
+    layer = torch.jit.script(torch.nn.Linear(4, 4))
+
+    def scenario(way):
+        x = leaf(2, 4)
+        way(lambda x: layer(x.sin()), x).sum().backward()
+        gradient, layer.weight.grad = layer.weight.grad, None
+        return x.grad, gradient
+
+    agree(scenario)

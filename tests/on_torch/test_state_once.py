@@ -282,6 +282,33 @@ def test_what_a_part_left_out_wrote_is_there(aside, way) -> None:
     same(five_steps(Later, way), five_steps(Later, plain))
 
 
+def test_nothing_stays_of_a_recompute_that_began_with_other_values() -> None:
+    """The first recompute finds the buffer as it is now, and a partner for all. The second one finds one only later."""
+
+    class Telling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(D))
+            self.weight = nn.Parameter(torch.ones(D))
+            self.aside = []
+
+        def forward(self, x):
+            self.aside = []
+            for _ in range(2 if doing_recompute() else 1):
+                self.aside.append(torch.sin(x * self.weight).exp())
+            self.mean.mul_(0.9).add_(x.detach().mean(0))
+            return x * self.weight * (1 + self.mean.clone())
+
+    def step(way):
+        layer = Telling()
+        losses = [way(layer, leaf(T, D, seed=n)).sin().sum() for n in range(3)]
+        for n in (0, 2, 1):
+            losses[n].backward()
+        return layer.mean, layer.weight.grad
+
+    same(step(checkpoint), step(plain))
+
+
 def test_the_modules_have_their_own_buffers_back() -> None:
     layer = nn.Sequential(Norms(), Moving(), Parametrized())
     before = list(layer.buffers())
