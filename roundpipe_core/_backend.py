@@ -20,7 +20,6 @@ __all__ = [
     "compare",
     "expand",
     "frontend",
-    "nbytes",
     "numpys",
     "only_frontend",
     "origin_of",
@@ -257,11 +256,6 @@ def origin_of(array: Any) -> str:
     """The name of the framework that made `array`."""
     backend = backend_of(array)
     return array.origin if isinstance(array, HostArray) else "" if backend is None else backend.name
-
-
-def nbytes(backend: Backend | None, stored: Any) -> int:
-    """Bytes of one stored leaf. Plain Python values count as nothing."""
-    return backend.nbytes(stored) if backend else 0
 
 
 def compare(layer: str, item: str, backend: Backend | None, stored: Any, value: Any) -> Flip | None:

@@ -178,9 +178,9 @@ def _write_rich(names: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*map(text, row))
-    importlib.import_module("rich.console").Console(file=sys.stdout).print(table)
+    importlib.import_module("rich.console").Console().print(table)
 
 
 def _printable(text: str) -> str:
     """`text` without what a terminal would obey: a tape may come from anyone."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

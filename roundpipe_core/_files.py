@@ -20,7 +20,7 @@ _PART = 1 << 30  # no system takes more than 2 GiB in one call
 
 def opened(path: Path) -> FileIO:
     """`path`, for reading. A link is followed; a pipe, a device or a folder is refused without waiting for it."""
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags)
     try:
         _refuse_irregular(path, os.fstat(descriptor))

@@ -31,5 +31,5 @@ def need(framework: str, least: str, *, by: str) -> None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Major and minor: "2.13.0a0+git12" is (2, 13)."""
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    """All its numbers: those of "2.13.0a0+git12", (2, 13, 0, 0, 12), are not less than (2, 13)."""
+    return tuple(map(int, re.findall(r"\d+", version)))

@@ -54,7 +54,7 @@ def table(texts: Mapping[str, str], arrays: Iterable[tuple[str, str, tuple[int, 
         size = math.prod(shape) * ITEMSIZE[code]
         whole[name] = {"dtype": code, "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
-    text = json.dumps(whole, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    text = json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % (_PAGE if at > _LARGE else _LINE))
     return len(text).to_bytes(8, "little") + text
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ._backend import Backend, backend_of, compare, expand, nbytes
+from ._backend import Backend, backend_of, compare, expand
 from ._errors import Flip, GradientError, SlotError, message
 from ._trees import Spec, flatten, paths, unflatten
 
@@ -94,7 +94,7 @@ class Entry:
 
     def nbytes(self) -> int:
         """Bytes of the arrays kept."""
-        return sum(map(nbytes, self.backends, self.leaves))
+        return sum(self.places().values())
 
     def places(self) -> Counter[str]:
         """Bytes of the arrays kept, by where they are."""

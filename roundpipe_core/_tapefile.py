@@ -190,7 +190,7 @@ def _region(region: Region, path: tuple[str, ...], arrays: list[_Stored], depth:
     layer = "/".join(path)
     if depth > NESTING_LIMIT:
         raise _not_held(f"layer {layer!r}", f"layers nested deeper than {NESTING_LIMIT}", "record a part of the model.")
-    _refuse_half_letters(layer, [region.label, *region.scope])
+    _refuse_half_letters(f"layer {layer!r}", [region.label, *region.scope])
     decisions: list[Any] = []
     before: dict[Any, int] = {}
     for decision in region.decisions:

@@ -89,7 +89,7 @@ def _container(node: Node, values: list[Any]) -> Any:
 def field_names(node: Node) -> list[str] | None:
     """The fields of a named tuple or of a dataclass."""
     if issubclass(node.kind, tuple):
-        names = getattr(node.kind, "_fields", None) or getattr(node.kind, "__match_args__", None)
+        names = getattr(node.kind, "__match_args__", None)
         return list(names) if names and len(names) == len(node.children) else None
     if dataclasses.is_dataclass(node.kind) and not issubclass(node.kind, (list, set, frozenset, collections.deque)):
         return [key.removeprefix(".") for key in node.keys or ()]

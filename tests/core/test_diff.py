@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
-import os
-import pty
-import re
 import struct
 import subprocess
 import sys
@@ -17,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roundpipe_core import Tape, diff, layer_scope, recompute_once, record, save_for_recompute
+from roundpipe_core import Tape, TapeDiff, diff, layer_scope, recompute_once, record, save_for_recompute
 from roundpipe_core._command import main
-from roundpipe_core._heatmap import BINS, shares
+from roundpipe_core._heatmap import BINS, draw, shares
 from roundpipe_core._host import HostArray
 from roundpipe_core._phase import Run, open_slot, thread
 
@@ -97,14 +95,14 @@ def test_widths_and_frameworks_do_not_count() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64", "complex128", "bool"])
 def test_floats_are_equal_where_numpy_says_so(dtype: str) -> None:
-    one = np.array([[0.0, 1], [math.nan, 2], [3, 4], [5, 6]]).astype(dtype)
+    one = np.array([[0.0, 1], [math.nan, 2], [3, 4], [5, 6], [math.nan, 0]]).astype(dtype)
     other = one.copy()
     other[0, 0] = -0.0
     other[3, 1] = 0
+    other[4, 0] = 0
 
-    (found,) = diff(tape(one), tape(other))
-
-    assert (found.flipped_rows, found.reordered) == ((3,), 0)
+    for found in (diff(tape(one), tape(other))[0], diff(tape(other), tape(one))[0]):
+        assert (found.flipped_rows, found.reordered) == ((3, 4), 0)
 
 
 def test_bfloat16_is_equal_where_its_floats_are() -> None:
@@ -117,24 +115,32 @@ def test_bfloat16_is_equal_where_its_floats_are() -> None:
     assert not diff(tape(bf16(0.0, 1.5)), tape(np.array([0, 1.5], "float32")))
 
 
+def test_types_of_eight_bits_are_compared_by_their_bits() -> None:
+    def float8(*values: int) -> HostArray:
+        return HostArray("float8_e4m3fn", (len(values),), memoryview(bytes(values)), "torch")
+
+    assert diff(tape(float8(1, 2, 3)), tape(float8(7, 2, 4)))[0].flipped_rows == (0, 2)
+
+
 def test_plain_values() -> None:
     found = diff(tape((1, "a", math.nan, None, True)), tape((1, "b", math.nan, None, 1)))
 
     assert [d.flipped for d in found] == [0, 1, 0, 0, 1]
     assert [d.item for d in found] == ["[0][0]", "[0][1]", "[0][2]", "[0][3]", "[0][4]"]
+    assert [(d.rows, d.first) for d in found] == [(1, None), (1, 0), (1, None), (1, None), (1, 0)]
 
 
 def test_what_cannot_be_compared_is_told() -> None:
     one = tape(np.zeros((2, 2), "i4"), np.zeros(2, "i4"), np.zeros(2), (1, 2), {"a": 1})
     other = tape(np.zeros((3, 2), "i4"), np.zeros(2, "f4"), 1, (1, 2, 3), {"b": 1})
 
-    assert [d.fault for d in diff(one, other)] == [
-        "shape [2, 2] and [3, 2]",
-        "int32 and float32",
-        "ndarray and int",
-        "2 values and 3",
-        "only in the first tape",
-        "only in the second tape",
+    assert [(d.item, d.rows, d.fault) for d in diff(one, other)] == [
+        ("[0]", 0, "shape [2, 2] and [3, 2]"),
+        ("[0]", 0, "int32 and float32"),
+        ("[0]", 0, "ndarray and int"),
+        ("", 0, "2 values and 3"),
+        ("", 0, "only in the first tape"),
+        ("", 0, "only in the second tape"),
     ]
 
 
@@ -227,8 +233,13 @@ def test_json(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> Non
         "reordered": 2, "first": 7, "margin": None, "fault": None,
     }  # fmt: skip
     assert shown["bytes"] == T * L * K
-    assert shown["entries"][0]["range"] == [0, 7]
-    assert shown["entries"][0]["below"] == E
+    assert shown["entries"][1] == {
+        "layer": "layer 1", "order": 1, "name": "experts", "scope": "", "item": "[0]", "dtype": "int8",
+        "shape": [T, K], "range": [0, 7], "below": E, "value": None,
+    }  # fmt: skip
+    main(["diff", a, a, "--json"])
+    text = capsys.readouterr().out
+    assert text == json.dumps(json.loads(text), indent=1) + "\n"
 
 
 def test_bad_input_is_status_2(
@@ -240,19 +251,24 @@ def test_bad_input_is_status_2(
         (["show", str(tmp_path / "bad")], "is not a tape that can be read"),
         (["diff", files[0], str(tmp_path / "missing")], "No such file"),
         (["show", str(tmp_path)], "a folder, not a file"),
-        (["diff", *files, "--plot", str(tmp_path / "x.nope")], "end its name in .png"),
+        (["diff", *files, "--plot", str(tmp_path / "x.nope")], "\n  way out: end its name in .png, .pdf or .svg.\n"),
+        (["diff", *files, "--plot", str(tmp_path / "x.nope")], f"error: {tmp_path / 'x.nope'}: Format 'nope' is not "),
         (["diff", *files, "--plot", str(tmp_path / "nowhere" / "x.png")], "No such file"),
     ]:
         assert main(arguments) == 2
         assert fault in capsys.readouterr().err
-    with pytest.raises(SystemExit) as caught:
-        main(["diff", files[0]])
-    assert caught.value.code == 2
+    for arguments in (["diff", files[0]], []):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+    capsys.readouterr()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["diff", *files, "--plot", str(tmp_path / "x.png")]) == 2
-    assert "--plot needs matplotlib" in capsys.readouterr().err
+    assert capsys.readouterr().err == "error: --plot needs matplotlib.\n  way out: pip install matplotlib\n"
     tape("text").save(tmp_path / "text.tape")
     assert main(["diff", str(tmp_path / "text.tape"), str(tmp_path / "text.tape"), "--plot", "x.png"]) == 2
+    told = "error: nothing in these tapes has rows to draw.\n  way out: leave out --plot.\n"
+    assert capsys.readouterr().err == told
 
 
 def test_a_picture(files: tuple[str, str], tmp_path: Path) -> None:
@@ -308,27 +324,28 @@ def test_a_terminal_obeys_no_label(tmp_path: Path, capsys: pytest.CaptureFixture
     assert r"\x1b[1m[b]\n" in capsys.readouterr().out
 
 
-def test_a_terminal_gets_a_table_of_rich(tmp_path: Path) -> None:
-    pytest.importorskip("rich")
-    hostile(tmp_path / "a.tape")
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "roundpipe_core", "show", str(tmp_path / "a.tape")]
-    environment = os.environ | {"COLUMNS": "120", "TERM": "dumb"}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=theirs):
-        os.close(theirs)
-        output = b""
-        while True:
-            try:
-                part = os.read(ours, 1000)
-            except OSError:  # the terminal was closed at its other end
-                break
-            if not part:
-                break
-            output += part
-    os.close(ours)
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
-    assert "──────" in output.decode()
-    assert r"\x1b[1m[b]\n" in output.decode()
+
+def test_a_terminal_gets_a_table_of_rich(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    with record() as made:
+        layer("\x1b[b]\n", lambda: save_for_recompute("x" * 50))
+    made.save(tmp_path / "a.tape")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+
+    assert main(["show", str(tmp_path / "a.tape")]) == 0
+
+    head, rule, *lines, counted = sys.stdout.getvalue().strip().splitlines()  # type: ignore[attr-defined]
+    assert head.split() == ["layer", "save", "item", "dtype", "shape", "range", "below", "value"]
+    assert set(rule.strip()) == {"─"}
+    assert r"\x1b[b]\n " in lines[0]
+    assert "".join(line.split()[-1] for line in lines if line.strip()) == repr("x" * 50)  # folded, not cut
+    assert counted == "1 arrays and values, 0 bytes of arrays"
 
 
 def test_a_pipe_without_rich_gets_plain_text(files: tuple[str, str]) -> None:
@@ -382,7 +399,14 @@ def test_a_layer_in_another_scope_is_another() -> None:
             recompute_once(function, -1)
         return made
 
+    def twice(*functions: Any) -> Tape:
+        with record() as made:
+            for function in functions:
+                recompute_once(function, -3)
+        return made
+
     assert not diff(once("s", abs), once("s", lambda n: -n))  # matched by their order
+    assert [d.flipped for d in diff(twice(abs, float), twice(float, str))] == [1, 0]  # of those alike, what is left
     assert len(diff(once("s", abs), once("t", lambda n: -n))) == 2
 
 
@@ -397,6 +421,22 @@ def test_a_margin_of_experts_that_both_ends_have() -> None:
     assert diff(choice(0, 0), choice(2, 2))[0].margin == 0.25  # the most of both rows: 0.25 and 0
     assert diff(choice(0, 0), choice(3, 0))[0].margin is None
     assert diff(choice(0, 0), choice(-1, 0))[0].margin is None
+
+
+def test_margins_of_choices_without_an_axis_and_of_batches() -> None:
+    scores_BTE = np.random.default_rng(3).random((2, 4, E)).astype("float32")
+    best_BT = scores_BTE.argmax(-1)
+    next_BT = np.argsort(-scores_BTE, axis=-1)[..., 1]
+    gap = float((scores_BTE.max(-1) - np.take_along_axis(scores_BTE, next_BT[..., None], -1)[..., 0]).max())
+    for one, other in [(best_BT[..., None], next_BT[..., None]), (best_BT.reshape(-1), next_BT.reshape(-1))]:
+        scores = scores_BTE if one.ndim == 3 else scores_BTE.reshape(-1, E)
+        (found,) = diff(tape({"best": one, "scores": scores}), tape({"best": other, "scores": scores}))
+        assert found.flipped == 8
+        assert found.margin == pytest.approx(gap)
+    wide = struct.pack("<3f", 0.5, 0.25, 2.0)
+    bits = memoryview(b"".join(wide[n + 2 : n + 4] for n in (0, 4, 8)))
+    scores = HostArray("bfloat16", (1, 3), bits, "torch")
+    assert diff(tape({"best": np.array([2]), "scores": scores}), tape({"best": np.array([1])}))[0].margin == 1.75
 
 
 def test_the_whole_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -427,24 +467,111 @@ def test_the_whole_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert shown.err.startswith("error: [Errno 2] No such file or directory")
 
 
-def test_help_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, told in [
-        (["-h"], ["Look into tapes; examine the installation.", "list what a tape holds", "compare two tapes"]),
-        (["-h"], ["COMMAND", "versions, devices, and whether everything works here"]),
-        (["diff", "-h"], ["exit status: 0 if they are the same, 1 if they differ, 2 on bad input", "FILE", "as JSON"]),
-        (["doctor", "-h"], ["exit status: 2 if something does not", "usage: python -m roundpipe_core doctor"]),
-        (["show", "-h"], ["TAPE", "as JSON"]),
-    ]:
-        with pytest.raises(SystemExit) as caught:
-            main(arguments)
-        assert caught.value.code == 0
-        text = " ".join(capsys.readouterr().out.split())
-        assert [words for words in told if words not in text] == []
+HELP = {
+    "": "usage: python -m roundpipe_core [-h] COMMAND ... Look into tapes; examine the installation. positional "
+    "arguments: COMMAND show list what a tape holds diff compare two tapes doctor versions, devices, and whether "
+    "everything works here options: -h, --help show this help message and exit",
+    "show": "usage: python -m roundpipe_core show [-h] [--json] TAPE positional arguments: TAPE options: "
+    "-h, --help show this help message and exit --json as JSON",
+    "diff": "usage: python -m roundpipe_core diff [-h] [--json] [--plot FILE] A B positional arguments: A B options: "
+    "-h, --help show this help message and exit --json as JSON --plot FILE draw which tokens flipped in which layer "
+    "(needs matplotlib) exit status: 0 if they are the same, 1 if they differ, 2 on bad input",
+    "doctor": "usage: python -m roundpipe_core doctor [-h] [--json] options: -h, --help show this help message and "
+    "exit --json as JSON exit status: 2 if something does not",
+}
 
 
-def test_the_picture_tells_what_it_shows(files: tuple[str, str], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    assert main(["diff", *files, "--plot", str(tmp_path / "map.svg")]) == 1
-    text = "".join(re.findall(r"<!-- (.*?) -->", (tmp_path / "map.svg").read_text("utf-8")))
-    for words in ("token", "2 of 150 rows flipped", "share of flipped tokens in 1", "layer 1 experts", "layer 2"):
-        assert words in text, words
+@pytest.mark.parametrize("command", HELP)
+def test_help_says_what_there_is(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*command.split(), "-h"])
+    assert caught.value.code == 0
+    assert " ".join(capsys.readouterr().out.split()) == HELP[command]
+
+
+def test_labels_and_scopes_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def scoped(value: int) -> None:
+        with layer_scope("gate"), layer_scope("top"):
+            save_for_recompute(np.array([[value]]), name="best")
+            save_for_recompute(np.array([[0.25, 0.5]]), name="scores")
+
+    for name, value in (("a", 0), ("b", 1)):
+        with record() as made:
+            layer("outer", lambda value=value: layer("inner", lambda: scoped(value)))
+        made.save(tmp_path / f"{name}.tape")
+
+    main(["show", str(tmp_path / "a.tape")])
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["outer/inner", "gate/top/best"]
+    (found,) = diff(Tape.load(tmp_path / "a.tape"), Tape.load(tmp_path / "b.tape"))
+    assert (found.layer, found.scope, found.name) == ("outer/inner", "gate/top", "best")
+    main(["diff", str(tmp_path / "a.tape"), str(tmp_path / "b.tape")])
+    row = capsys.readouterr().out.splitlines()[1]
+    assert row.split() == ["outer/inner", "gate/top/best", "[0]", "1", "1", "0", "0", "-0.25"]
+
+
+def test_a_terminal_without_the_letters_gets_their_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with record() as made:
+        layer("é", lambda: save_for_recompute(1))
+    made.save(tmp_path / "a.tape")
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
+
+    assert main(["show", str(tmp_path / "a.tape")]) == 0
+
+    assert b"\n\\xe9  " in written.getvalue()
+
+
+def drawn(found: TapeDiff, path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The figure that `draw` saves."""
+    module = pytest.importorskip("matplotlib.figure")
+    figures: list[Any] = []
+    monkeypatch.setattr(module.Figure, "savefig", lambda figure, path, **how: figures.append(figure))
+    draw(found, str(path))
+    return figures[0]
+
+
+def test_the_picture_tells_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(value: int) -> Tape:
+        def saves() -> None:
+            save_for_recompute(np.arange(4)[:, None], {"x": np.array([[0], [0], [value], [0]])}, name="a$b")
+            save_for_recompute(value)
+
+        with record() as tape:
+            save_for_recompute(np.zeros((2, 1)), name="all")
+            save_for_recompute(np.zeros((4 + value, 1)), name="unlike")
+            layer("moe", saves)
+        return tape
+
+    axes, bar = drawn(diff(made(0), made(1)), tmp_path / "map.png", monkeypatch).axes
+    (image,) = axes.images
+
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "(outside) all",
+        r"moe a\$b",
+        r"moe a\$b [1]['x']",
+    ]
+    assert axes.get_yticks().tolist() == [0.5, 1.5, 2.5]  # in the middle of each
+    assert image.get_extent() == [0, 4, 3, 0]
+    assert (axes.get_xlabel(), axes.get_title()) == ("token", "1 of 10 rows flipped")
+    assert bar.get_ylabel() == "share of flipped tokens in 1"
+    shown = np.ma.filled(image.get_array(), np.nan)
+    assert np.argwhere(shown == 1).tolist() == [[2, 2]]
+    assert np.isnan(shown).sum() == 11
+    low, high = image.get_clim()
+    assert (high, bar.get_ylim()) == (1, (0, 1))
+    assert low < 0  # so that one token in a stretch of many has a colour that is seen
+    assert image.get_interpolation() == "nearest"
+    assert axes.get_aspect() == "auto"
+
+
+def test_a_picture_of_many_layers_and_of_no_flip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros = tape(*[np.zeros((1700, 1))] * 3)
+    figure = drawn(diff(zeros, zeros), tmp_path / "map.png", monkeypatch)
+    axes, bar = figure.axes
+    assert np.isnan(np.ma.filled(axes.images[0].get_array(), np.nan)).all()
+    assert bar.get_ylabel() == "share of flipped tokens in 3"
+    assert bar.get_ylim() == (0, 1)
+    many = tape(*[np.zeros((2, 1))] * 30)
+    wide, high = drawn(diff(many, many), tmp_path / "map.png", monkeypatch).get_size_inches()
+    assert high > 2 * figure.get_size_inches()[1]
+    assert wide == figure.get_size_inches()[0]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import platform
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from roundpipe_core import _command, _doctor
+from roundpipe_core import __version__, _command, _doctor
 from roundpipe_core._command import main
 
 
@@ -26,14 +27,20 @@ def test_everything_works_here(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_doctor, "_FRONTENDS", (("json", "no_such_package"), ("no_such_framework", "x")))
+    monkeypatch.setattr(_doctor, "_FRONTENDS", (("no_such_framework", "x"), ("json", "no_such_package")))
     assert main(["doctor"]) == 2
-    lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("no_such_package") and line.endswith("FAILS") for line in lines)
-    assert any(line.split() == ["no_such_framework", "not", "installed"] for line in lines)
+    assert [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()] == [
+        ["found"],
+        ["roundpipe", __version__],
+        ["python", f"{platform.python_version()} on {platform.platform()}"],
+        ["no_such_framework", "not installed"],
+        ["json", getattr(json, "__version__", "of unknown version")],
+        ["no_such_package", "cannot be imported: ModuleNotFoundError: No module named 'no_such_package'  FAILS"],
+    ]
 
 
 def test_a_trial_that_gives_something_else() -> None:
+    assert _doctor.trial("x", lambda: "something") == ("x", "works", True)
     assert _doctor.trial("x", lambda: False) == ("x", "wrong result", False)
     assert _doctor.trial("x", lambda: 1 / 0) == ("x", "ZeroDivisionError: division by zero", False)
 
@@ -76,3 +83,5 @@ def test_the_table_marks_what_works(capsys: pytest.CaptureFixture[str], monkeypa
     assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
         ["found"], ["a", "7"], ["b", "works", "ok"], ["c", "no", "FAILS"],
     ]  # fmt: skip
+    monkeypatch.setattr(_command, "examine", lambda: iter([finding("a", "7"), finding("b", "works", True)]))
+    assert main(["doctor"]) == 0

@@ -44,6 +44,7 @@ def test_too_old(path: Path, version: str | None) -> None:
         f"  found in: {path / 'nosuch' / '__init__.py'}",
         "  way out: pip install 'nosuch>=2.11'",
     ]
+    assert caught.value.name == "nosuch"
     del sys.modules["nosuch"]
 
 
@@ -56,7 +57,18 @@ def test_only_a_folder(path: Path) -> None:
         f"  folder: {path / 'nosuch'}",
         "  way out: pip install 'nosuch>=2.11', and rename the folder or start Python elsewhere.",
     ]
+    assert caught.value.name == "nosuch"
     del sys.modules["nosuch"]
+
+
+def test_not_there() -> None:
+    with pytest.raises(ModuleNotFoundError) as caught:
+        need("nosuch", "2.11", by="us")
+    assert str(caught.value).splitlines() == [
+        "us needs nosuch 2.11 or newer, which is not installed.",
+        "  way out: pip install 'nosuch>=2.11'",
+    ]
+    assert caught.value.name == "nosuch"
 
 
 def test_what_the_framework_itself_lacks_is_its_own_error(path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -24,6 +27,7 @@ from roundpipe_core import (
     save_for_recompute,
 )
 from roundpipe_core._phase import Run, open_slot, thread
+from roundpipe_core._tape import portable
 
 
 def region(function, *args, label=None):
@@ -157,6 +161,9 @@ def test_a_layer_that_skips_an_inner_one_when_it_reads() -> None:
         np.testing.assert_array_equal(region(layer, x[::-1]), [0, 1, 2])
 
 
+STRUCTURE = "[0]['best']: another structure: the tape [0]['best'], [0]['n']"
+
+
 class TestFit:
     @pytest.fixture
     def tape(self) -> Tape:
@@ -167,13 +174,13 @@ class TestFit:
     @pytest.mark.parametrize(
         ("data", "what"),
         [
-            ({"best": np.zeros((2, 1), int), "m": 3}, "another structure"),
-            ({"best": np.zeros((2, 1), int)}, "another structure"),
+            ({"best": np.zeros((2, 1), int), "m": 3}, f"{STRUCTURE}; the layer [0]['best'], [0]['m']"),
+            ({"best": np.zeros((2, 1), int)}, f"{STRUCTURE}; the layer [0]['best']"),
             ((np.zeros((2, 1), int), 3), None),
-            ({"best": np.zeros((3, 1), int), "n": 3}, r"shape \[2, 1\], where the layer decides \[3, 1\]"),
-            ({"best": np.zeros((2, 1)), "n": 3}, "int64, where the layer decides float64"),
-            ({"best": np.zeros((2, 1), bool), "n": 3}, "int64, where the layer decides bool"),
-            ({"best": np.zeros((2, 1), int), "n": "3"}, "int, where the layer decides str"),
+            ({"best": np.zeros((3, 1), int), "n": 3}, "[0]['best']: shape [2, 1], where the layer decides [3, 1]"),
+            ({"best": np.zeros((2, 1)), "n": 3}, "[0]['best']: int64, where the layer decides float64"),
+            ({"best": np.zeros((2, 1), bool), "n": 3}, "[0]['best']: int64, where the layer decides bool"),
+            ({"best": np.zeros((2, 1), int), "n": "3"}, "[0]['n']: int, where the layer decides str"),
         ],
     )
     def test_unfit_data(self, tape: Tape, data: object, what: str | None) -> None:
@@ -181,10 +188,12 @@ class TestFit:
             with replay(tape):
                 save_for_recompute(data)
             return
-        with pytest.raises(TapeError, match=what) as error, replay(tape):
+        with pytest.raises(TapeError) as error, replay(tape):
             save_for_recompute(data)
-        assert "the unnamed slot" in str(error.value)
-        assert "test_replay.py:" in str(error.value)
+        headline, place, way_out = str(error.value).splitlines()
+        assert headline == f"the tape does not fit layer 'outside of layers', the unnamed slot, item {what}."
+        assert place.startswith(f"  saved at: {__file__}:")
+        assert way_out == "  way out: replay it with the inputs and the model it was recorded from."
 
     def test_another_width_is_converted(self, tape: Tape) -> None:
         with replay(tape):
@@ -237,16 +246,47 @@ class TestRange:
 
     def test_declared(self) -> None:
         tape = self.tape().declare(below=4, name="experts", layer="moe")
-        with pytest.raises(TapeError, match="where 0 to 1 are in range"):
+        with pytest.raises(TapeError) as caught:
             tape.declare(below=2)
-        with pytest.raises(TapeError, match="no decision named 'expert' in any layer"):
+        assert str(caught.value).splitlines() == [
+            "tape, layer 'moe', slot 'experts', item [0]: integers from 0 to 3, where 0 to 1 are in range.",
+            "  way out: replay a tape of a model with as many experts, or mend the routing where it was made.",
+        ]
+        with pytest.raises(TapeError) as caught:
             tape.declare(below=4, name="expert")
+        assert str(caught.value).splitlines() == [
+            "the tape has no decision named 'expert' in any layer.",
+            "  it has: moe: slot 'experts'",
+            "  way out: name one that it has; tape.entries() lists them.",
+        ]
+        with record() as tape:
+            for n in range(9):
+                save_for_recompute(n, name=str(n))
+        with pytest.raises(TapeError) as caught:
+            tape.declare(below=4, layer="moe")
+        assert str(caught.value).splitlines()[:2] == [
+            "the tape has no decision at all in moe.",
+            "  it has: " + ", ".join(f": slot '{n}'" for n in range(8)),
+        ]
+
+    def test_a_label_may_be_told_without_those_around_it(self) -> None:
+        with record() as tape:
+            region(lambda: region(lambda: save_for_recompute(7), label="moe"), label="block")
+        for layer in ("moe", "block/moe"):
+            with pytest.raises(
+                TapeError, match=r"^tape, layer 'block/moe', the unnamed slot, item \[0\]: integers from"
+            ):
+                tape.declare(below=7, layer=layer)
 
     def test_a_sentinel_is_named(self) -> None:
         with record() as tape:
             save_for_recompute(np.array([1, -1]))
-        with pytest.raises(TapeError, match="-1 marks what was not routed"), replay(tape, below=8):
+        with pytest.raises(TapeError) as caught, replay(tape, below=8):
             pass
+        assert str(caught.value).splitlines()[0] == (
+            "tape, layer '', the unnamed slot, item [0]: integers from -1 to 1, where 0 to 7 are in range. "
+            "-1 marks what was not routed, and would train the last expert."
+        )
 
 
 def test_only_this_thread() -> None:
@@ -281,8 +321,14 @@ def test_not_inside_one_another_or_a_layer() -> None:
         with record():
             pass
 
-    with pytest.raises(PhaseError, match="inside layer 'block'"):
+    with pytest.raises(PhaseError) as caught:
         region(layer, label="block")
+    assert str(caught.value).splitlines() == [
+        "record() was begun inside layer 'block'.",
+        "  way out: open it around the whole model's forward, outside of checkpointed layers and of another tape.",
+    ]
+    with pytest.raises(PhaseError, match=r"^replay\(\) was begun inside a recording"), record(), replay(Tape()):
+        pass
     assert thread.run is None
 
 
@@ -294,8 +340,12 @@ def test_a_recording_that_failed_holds_what_came_before() -> None:
 
 
 def test_replay_takes_a_tape() -> None:
-    with pytest.raises(OptionError, match="replay takes a Tape, not list"):
+    with pytest.raises(OptionError) as caught:
         replay([1, 2])  # type: ignore[arg-type]
+    assert str(caught.value).splitlines() == [
+        "replay takes a Tape, not list.",
+        "  way out: make one by `with record() as tape:`, Tape.load(path) or Tape.from_routing(routing).",
+    ]
 
 
 def test_a_tape_without_its_arrays() -> None:
@@ -310,6 +360,7 @@ def test_a_tape_without_its_arrays() -> None:
     with record() as third:
         region(lambda x: save_for_recompute(np.arange(2), 4, name="a"), np.eye(2), label="moe")
     assert third.split()[1] != skeleton
+    assert skeleton.filled(["a mark"]).split() == (["a mark"], skeleton)  # what stands for an array
     filled = skeleton.filled([np.array([7, 8])])
     assert [entry.value for entry in filled.entries()][1] == 3
     with replay(filled):
@@ -462,8 +513,200 @@ def test_what_is_left_over_is_counted_together(tmp_path) -> None:
         save_for_recompute(1)
     with pytest.raises(TapeError, match="more than the model asked for: 3 left over") as caught, replay(tape):
         region(lambda x: x, np.eye(2), label="deaf")
-    assert str(caught.value).splitlines()[1:4] == [
+    assert str(caught.value).splitlines() == [
+        "the tape holds more than the model asked for: 3 left over.",
         "  never run: 'left'",
         "  ran, and asked for nothing: 'deaf'",
         "  never read: the unnamed slot",
+        "  way out: replay it with the model and the number of forwards it was recorded from, one tape a microbatch.",
     ]
+    with record() as tape:
+        for n in range(14):
+            region(pick, np.eye(2), label=f"layer {n}")
+            save_for_recompute(n, name=str(n))
+    with pytest.raises(TapeError, match="28 left over") as caught, replay(tape):
+        for n in range(7):
+            region(lambda x: x, np.eye(2), label=f"layer {n}")
+    told = str(caught.value).splitlines()[1:-1]
+    assert [line.partition(":")[0].strip() for line in told] == [
+        *["never run"] * 6,
+        *["ran, and asked for nothing"] * 6,
+        *["never read"] * 6,
+    ]
+
+
+def test_layers_and_calls_of_the_same_names_are_found_in_any_order() -> None:
+    def attention(x):
+        return int(pick(x)[0])
+
+    def moe(x):
+        return int(pick(x)[0])
+
+    with record() as tape:
+        for n, layer in enumerate((attention, moe, attention, moe)):
+            region(layer, np.eye(4)[[n]])
+        region(lambda: (recompute_once(abs, -5), recompute_once(len, "abc")), label="calls")
+    with replay(tape):
+        assert [region(layer, np.eye(4)[[0]]) for layer in (moe, moe, attention, attention)] == [1, 3, 0, 2]
+        assert region(lambda: recompute_once(len, ""), label="calls") == 3  # and not the first one's
+    assert [entry.name for entry in tape.entries()][-2:] == ["recompute_once(abs)", "recompute_once(len)"]
+
+
+def test_a_layer_that_met_its_inner_ones_before_the_save_is_not_guessed_in_a_replay() -> None:
+    def layer(first):
+        inner = [lambda: save_for_recompute(1), lambda: save_for_recompute(2)]
+        if first:
+            region(inner[0])
+            region(inner[1])
+        save_for_recompute(0, name="own")
+        region(inner[0])
+
+    with record() as tape:
+        region(layer, True)
+    with pytest.raises(SlotError, match="runs before and after a save"), replay(tape):
+        region(layer, False)
+
+
+def test_places_of_functions_are_not_on_a_tape() -> None:
+    with record() as tape, layer_scope("a"), layer_scope("b"):
+        recompute_once(lambda: 1)
+        region(lambda: region(lambda: save_for_recompute(2), label="inner"), label="outer")
+    name = "recompute_once(test_places_of_functions_are_not_on_a_tape.<locals>.<lambda>)"
+    assert [(entry.layer, entry.name, entry.scope) for entry in tape.entries()] == [
+        ("", name, "a/b"),
+        ("a/b/outer/inner", None, ""),
+    ]
+    assert repr(tape) == "<Tape of 2 regions, 2 decisions, 0 bytes>"
+    assert [portable(label) for label in ("f (a.py:3)", "block (a) b", "f)", "f")] == ["f", "block (a) b", "f)", "f"]
+
+
+def test_what_a_tape_has_too_little_of_is_listed() -> None:
+    with record() as tape:
+        for n in range(7):
+            region(pick, np.eye(2), label=f"layer {n}")
+        for n in range(9):
+            save_for_recompute(n, name=str(n))
+    with pytest.raises(TapeError) as caught, replay(tape):
+        region(pick, np.eye(2), label="layer 0")
+        region(pick, np.eye(2), label="layer 0")
+    assert str(caught.value).splitlines() == [
+        "the tape has no decisions left for layer 'layer 0'.",
+        "  inside: 'outside of layers'",
+        "  it holds: 7: 'layer 0', 'layer 1', 'layer 2', 'layer 3', 'layer 4', 'layer 5'",
+        "  way out: replay it with the model it was recorded from, and one forward for one.",
+    ]
+    with pytest.raises(TapeError) as caught, replay(tape):
+        get_recompute_data("x")
+    headline, place, *held, way_out = str(caught.value).splitlines()
+    assert headline == "the tape has nothing for layer 'outside of layers', slot 'x'."
+    assert place.startswith(f"  asked for at: {__file__}:")
+    assert held == [f"  the tape has: slot '{n}'" for n in range(8)]
+    assert (
+        way_out
+        == "  way out: save under the same names and scopes in the model that is recorded and the one that replays."
+    )
+
+
+def test_rows_of_a_loop_over_layers_line_up_too() -> None:
+    def loop(x, *others):
+        return save_for_recompute(np.zeros((2, len(x)), int))
+
+    with record() as tape:
+        region(loop, np.zeros(5), label="loop")
+    next(tape.decisions())[2].axes = (1,)
+    with replay(tape):
+        region(loop, np.zeros(5), label="loop")
+    with pytest.raises(TapeError, match=r"item \[0\]: 5 rows, as an input had; now inputs have 6, 7\."), replay(tape):
+        region(loop, np.zeros(6), np.zeros(7), label="loop")
+
+
+def test_tapes_alike_but_for_their_arrays_are_one_key() -> None:
+    def made(*data, scope="s", rows=2, below=None):
+        with record() as tape, layer_scope(scope):
+            region(lambda x: save_for_recompute(*data), np.zeros(rows), label="a")
+        return tape if below is None else tape.declare(below=below)
+
+    one = made(np.arange(2)).split()[1]
+    assert made(np.arange(5)).split()[1] == one
+    for other in (
+        made(np.arange(2), scope="t"),
+        made(np.arange(2), rows=3),
+        made([np.arange(2)]),
+        made(np.arange(2), below=2),
+        made(np.arange(2), below=2).mapped(lambda leaf: leaf),  # whose range is to be looked at again
+    ):
+        assert other.split()[1] != one
+    declared = made(np.arange(2), below=2)
+    assert declared.mapped(lambda leaf: leaf, checked=True).split()[1] == declared.split()[1]
+    assert declared.mapped(lambda leaf: leaf).split()[1] != declared.split()[1]
+
+
+def test_what_is_converted_is_kept_with_the_tape() -> None:
+    tape, leaves = Tape(), [object(), object()]
+    made = [tape.converted(leaf, key, object) for leaf in leaves for key in "ab"]
+    assert len(set(made)) == 4
+    assert [tape.converted(leaf, key, object) for leaf in leaves for key in "ab"] == made
+
+
+def test_nothing_of_a_block_outlives_it() -> None:
+    class Handle:
+        pass
+
+    handle = Handle()
+    gone = weakref.ref(handle)
+    with record() as tape:
+        save_for_recompute(handle)
+    with replay(tape):
+        save_for_recompute(handle)
+    del handle, tape
+    gc.collect()
+    assert gone() is None
+
+
+def test_another_task_of_the_thread_is_not_in_the_block() -> None:
+    refused = []
+
+    def ask(doing, function):
+        with pytest.raises(PhaseError) as caught:
+            function()
+        headline, *place, way_out = str(caught.value).splitlines()
+        assert headline == f"{doing} in another task of this thread (asyncio) than began record() or replay()."
+        assert way_out == (
+            "  way out: let no other task run model code while the block is open: await nothing in it but tasks begun "
+            "in it, or run the others in threads of their own."
+        )
+        refused.append([line.partition(":")[0] for line in place])
+
+    async def other():
+        ask("doing_recompute() is asked", doing_recompute)
+        ask("data is saved", lambda: save_for_recompute(1))
+        ask("get_recompute_data() is called", get_recompute_data)
+        ask("recompute_once() is called", lambda: recompute_once(int))
+        ask("layer 'a' runs", lambda: region(int, label="a"))
+
+    async def own():
+        return save_for_recompute(2)
+
+    async def main():
+        waiting = asyncio.create_task(other())
+        with record() as tape:
+            await waiting
+            assert await asyncio.create_task(own()) == (2,)
+        return tape
+
+    assert [entry.value for entry in asyncio.run(main()).entries()] == [2]
+    assert refused == [[], ["  called at"], ["  called at"], ["  called at"], []]
+
+
+def test_a_framework_that_fails_to_end_is_asked_again(seen: list[str], monkeypatch) -> None:
+    class Failing(Guard):
+        def end(self) -> None:
+            super().end()
+            if len(self.seen) == 2:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(_replay, "tape_guards", [lambda: Failing(seen)])
+    with pytest.raises(KeyboardInterrupt), record():
+        pass
+    assert seen == ["begin recording", "end", "end"]
+    assert thread.run is None

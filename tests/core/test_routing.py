@@ -54,6 +54,7 @@ def test_each_layer_gets_its_own(dtype: str) -> None:
     tape = Tape.from_routing(given_TLK, experts=8)
 
     assert [entry.layer for entry in tape.entries()] == ["layer 0", "layer 1", "layer 2"]
+    assert [region.rows for region in tape.root.regions] == [{5}] * 3  # which the layer's input has to have
     for n, array_TK in enumerate(held(tape)):
         assert np.array_equal(array_TK, given_TLK[:, n])
         assert array_TK.dtype.itemsize == 1
@@ -72,6 +73,7 @@ def test_arrays_are_as_narrow_as_the_experts_allow(experts: int, dtype: str) -> 
 
     assert [entry.dtype for entry in tape.entries()] == [dtype]
     assert tape.to_routing(dtype="int32").item(0) == experts - 1
+    assert tape.to_routing(dtype=dtype).item(0) == experts - 1
 
 
 @settings(max_examples=60, deadline=None)
@@ -91,6 +93,11 @@ def test_padding_follows_its_tokens(data: st.DataObject, batch: int, length: int
 
     for n, array in enumerate(held(tape)):
         assert np.array_equal(array, expected[:, :, n])
+
+
+def test_padding_may_go_to_the_last_of_more_experts_than_the_routing_has_bits_for() -> None:
+    tape = Tape.from_routing(np.zeros((1, 1, 1), "int16"), experts=2**15 + 1, mask=[1, 0], padding=2**15)
+    assert tape.to_routing(dtype="int32").ravel().tolist() == [0, 2**15]
 
 
 def test_sequences_go_to_their_rows() -> None:
@@ -129,6 +136,7 @@ def test_no_tokens() -> None:
     assert Tape.from_routing(routing(0), experts=8).to_routing().shape == (0, 3, 2)
     padded = Tape.from_routing(routing(0), experts=8, mask=[[0, 0]], padding=1).to_routing()
     assert padded.tolist() == [[[[1, 2]] * 3] * 2]
+    assert Tape.from_routing([routing(0), routing(0)], experts=8).to_routing().shape == (0, 3, 2)
 
 
 # ---------------------------------------------------------------------------------------------- who gets it
@@ -207,61 +215,150 @@ def with_value(value: int, dtype: str = "int16") -> np.ndarray:
     return array
 
 
+UNROUTED = (
+    "mark the tokens that are real by mask=, and say by padding= what the others get; "
+    "of a token that is real, ask the engine for its routing."
+)
 WRONG = {
-    "not routed": ({"routing": with_value(-1)}, "-1 at token 3, layer 1: not routed, and as an index it would be the"),
-    "an expert too many": ({"routing": with_value(8)}, "expert 8 of 8 at token 3, layer 1"),
-    "an engine's 255": ({"routing": with_value(255, "uint8")}, "expert 255 of 8 at token 3, layer 1"),
-    "beyond any width": ({"routing": with_value(2**63 + 1, "uint64")}, "of 8 at token 3, layer 1"),
-    "wraps to a right one": ({"routing": with_value(2**32 + 1, "int64")}, "expert 4294967297 of 8 at token 3"),
+    "not routed": (
+        {"routing": with_value(-1)},
+        "-1 at token 3, layer 1: not routed, and as an index it would be the last expert",
+        UNROUTED,
+    ),
+    "an expert too many": (
+        {"routing": with_value(8)},
+        "expert 8 of 8 at token 3, layer 1",
+        "give the number of experts of the model.",
+    ),
+    "an engine's 255": (
+        {"routing": with_value(255, "uint8")},
+        "expert 255 of 8 at token 3, layer 1",
+        "give the number of experts of the model.",
+    ),
+    "beyond any width": (
+        {"routing": with_value(2**63 + 1, "uint64")},
+        "expert 9223372036854775809 of 8 at token 3, layer 1",
+        "give the number of experts of the model.",
+    ),
+    "wraps to a right one": (
+        {"routing": with_value(2**32 + 1, "int64")},
+        "expert 4294967297 of 8 at token 3, layer 1",
+        "give the number of experts of the model.",
+    ),
     "not routed, in a batch": (
         {"routing": with_value(-1)[None]},
-        "-1 at row 0, token 3, layer 1",
+        "-1 at row 0, token 3, layer 1: not routed, and as an index it would be the last expert",
+        UNROUTED,
     ),
     "not routed, though marked": (
         {"routing": with_value(-1), "mask": [1, 1, 1, 1, 0], "padding": 0},
-        "-1 at token 3, layer 1",
+        "-1 at token 3, layer 1: not routed, and as an index it would be the last expert",
+        UNROUTED,
     ),
-    "no padding": ({"routing": routing(), "mask": [1, 1, 1, 1, 0]}, "nothing for 1 places of padding"),
+    "no padding": (
+        {"routing": routing(), "mask": [1, 1, 1, 1, 0]},
+        "nothing for 1 places of padding",
+        "say which experts padding goes to, as in padding=0, and leave it out of the loss.",
+    ),
     "other tokens": (
         {"routing": routing(), "mask": [[1, 1, 1], [1, 0, 0]]},
-        "5 tokens, [5], where the mask [2, 3] has 4",
+        "5 tokens, [5], where the mask [2, 3] has 4 of 6",
+        "give the tokens that the mask marks, in their order, or one for each place of the mask.",
     ),
     "other rows": (
         {"routing": [routing(2), routing(2)], "mask": [[1, 1, 1], [1, 0, 0]], "padding": 0},
         "2 tokens in sequence 0, where row 0 of the mask has 3",
+        "give the sequences in the order of the rows; those packed into fewer rows, joined into one array.",
     ),
-    "other batch": ({"routing": routing(4).reshape(2, 2, 3, 2), "mask": [[1, 1, 1, 1]]}, "4 tokens, [2, 2], where"),
-    "a mask of floats": ({"routing": routing(), "mask": np.ones(5)}, "a mask of float64[5]"),
-    "a mask of lengths": ({"routing": routing(), "mask": [2, 3]}, "a mask of int8[2]"),
-    "padding outside": ({"routing": routing(4), "mask": [1, 1, 1, 1, 0], "padding": 8}, "padding=8, with 8 experts"),
-    "padding below": ({"routing": routing(4), "mask": [1, 1, 1, 1, 0], "padding": -1}, "padding=-1, with 8 experts"),
-    "padding too short": ({"routing": routing(4), "mask": [1, 1, 1, 1, 0], "padding": [1]}, "padding=[1], with 8"),
-    "floats": ({"routing": routing().astype("float32")}, "float32, not integers"),
-    "bools": ({"routing": routing() > 3}, "bool, not integers"),
-    "one axis": ({"routing": np.arange(3)}, "the shape [3]"),
-    "five axes": ({"routing": routing()[None, None]}, "the shape [1, 1, 5, 3, 2]"),
-    "no layers": ({"routing": np.zeros((5, 0, 2), "int16")}, "the shape [5, 0, 2]"),
-    "no choices": ({"routing": np.zeros((5, 3, 0), "int16")}, "the shape [5, 3, 0]"),
-    "labels too few": ({"routing": routing(), "layers": ["a"]}, "3 layers, and 1 labels"),
-    "ragged lists": ({"routing": [[[1]], [[1], [2]]]}, "lists of several lengths"),
-    "more than 64 bits": ({"routing": [[[2**70]]]}, f"integers from {2**70} to {2**70}"),
-    "texts": ({"routing": [["a"]]}, "str among its numbers"),
+    "other batch": (
+        {"routing": routing(4).reshape(2, 2, 3, 2), "mask": [[1, 1, 1, 1]]},
+        "4 tokens, [2, 2], where the mask [1, 4] has 4 of 4",
+        "give the tokens that the mask marks, in their order, or one for each place of the mask.",
+    ),
+    "a mask of floats": (
+        {"routing": routing(), "mask": np.ones(5)},
+        "a mask of float64[5]",
+        "give a mask [batch, length] or [tokens] that is True, or 1, where there is a token.",
+    ),
+    "a mask of lengths": (
+        {"routing": routing(), "mask": [2, 3]},
+        "a mask of int8[2]",
+        "give a mask [batch, length] or [tokens] that is True, or 1, where there is a token.",
+    ),
+    "padding outside": (
+        {"routing": routing(4), "mask": [1, 1, 1, 1, 0], "padding": 8},
+        "padding=8, with 8 experts and 2 choices",
+        "give the first of the experts that padding shall go to, or one for each choice.",
+    ),
+    "padding below": (
+        {"routing": routing(4), "mask": [1, 1, 1, 1, 0], "padding": -1},
+        "padding=-1, with 8 experts and 2 choices",
+        "give the first of the experts that padding shall go to, or one for each choice.",
+    ),
+    "padding outside, one by one": (
+        {"routing": routing(4), "mask": [1, 1, 1, 1, 0], "padding": [0, 8]},
+        "padding=[0, 8], with 8 experts and 2 choices",
+        "give the first of the experts that padding shall go to, or one for each choice.",
+    ),
+    "padding too short": (
+        {"routing": routing(4), "mask": [1, 1, 1, 1, 0], "padding": [1]},
+        "padding=[1], with 8 experts and 2 choices",
+        "give the first of the experts that padding shall go to, or one for each choice.",
+    ),
+    "floats": ({"routing": routing().astype("float32")}, "float32, not integers", "give the indices of experts."),
+    "bools": ({"routing": routing() > 3}, "bool, not integers", "give the indices of experts."),
+    "one axis": (
+        {"routing": np.arange(3)},
+        "the shape [3]",
+        "give [tokens, layers, top_k] or [batch, length, layers, top_k].",
+    ),
+    "five axes": (
+        {"routing": routing()[None, None]},
+        "the shape [1, 1, 5, 3, 2]",
+        "give [tokens, layers, top_k] or [batch, length, layers, top_k].",
+    ),
+    "no layers": (
+        {"routing": np.zeros((5, 0, 2), "int16")},
+        "the shape [5, 0, 2]",
+        "give at least one layer, and one choice.",
+    ),
+    "no choices": (
+        {"routing": np.zeros((5, 3, 0), "int16")},
+        "the shape [5, 3, 0]",
+        "give at least one layer, and one choice.",
+    ),
+    "labels too few": (
+        {"routing": routing(), "layers": ["a"]},
+        "3 layers, and 1 labels",
+        "label each layer that routes, and no other.",
+    ),
+    "ragged lists": (
+        {"routing": [[[1]], [[1], [2]]]},
+        "lists of several lengths",
+        "give a list of arrays, one a sequence, with the mask of the batch.",
+    ),
+    "more than 64 bits": (
+        {"routing": [[[2**70]]]},
+        f"integers from {2**70} to {2**70}",
+        "give the indices of experts.",
+    ),
+    "texts": ({"routing": [["a"]]}, "str among its numbers", "give an array of integers, or lists of integers."),
     "sequences of other layers": (
         {"routing": [routing(2), routing(2, 4)]},
         "sequences of shapes [2, 3, 2], [2, 4, 2]",
+        "give each as [tokens, layers, top_k].",
     ),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_routing_is_told(name: str) -> None:
-    arguments, fault = WRONG[name]
+    arguments, fault, way_out = WRONG[name]
 
     with pytest.raises(TapeError) as caught:
         Tape.from_routing(experts=8, **arguments)
 
-    assert fault in str(caught.value)
-    assert "way out" in str(caught.value)
+    assert str(caught.value) == f"the routing has {fault}.\n  way out: {way_out}"
 
 
 @pytest.mark.parametrize("given_TLK", [with_value(-1, "int8"), [routing(), with_value(-1, "int8")]])
@@ -272,8 +369,9 @@ def test_what_was_not_routed_stays_so_in_a_wider_type(given_TLK: Any) -> None:
 
 @pytest.mark.parametrize("experts", [0, -1, 1.5, True, "8"])
 def test_experts_is_a_number(experts: Any) -> None:
-    with pytest.raises(OptionError, match="no number of experts"):
+    with pytest.raises(OptionError) as caught:
         Tape.from_routing(routing(), experts=experts)
+    assert str(caught.value) == f"experts={experts!r} is no number of experts.\n  way out: give how many there are."
 
 
 def test_the_way_back_takes_loops_over_layers_apart(tmp_path: Path) -> None:
@@ -292,12 +390,31 @@ def test_the_way_back_names_what_is_missing() -> None:
         layer("dense", lambda: save_for_recompute("left"))
 
     assert tape.to_routing(name="plan", item="[0]").tolist() == [[0], [1], [2]]
-    with pytest.raises(TapeError, match="layer 'moe' has more than one array of integers"):
-        tape.to_routing()
-    with pytest.raises(TapeError, match="no routing named 'x'"):
-        tape.to_routing(name="x")
-    with pytest.raises(OptionError, match="dtype='float32' is none for routing"):
-        tape.to_routing(dtype="float32")
+    for arguments, *told in [
+        (
+            {},
+            "layer 'moe' has more than one array of integers.",
+            "  such as: slot 'plan', item [0]",
+            "  such as: slot 'plan', item [1]",
+            "  way out: name the save by name= and the item by item=, as tape.entries() lists them.",
+        ),
+        (
+            {"name": "x"},
+            "the tape has no routing named 'x'.",
+            "  it has: slot 'plan', the unnamed slot",
+            "  way out: give the name= under which the layers save their indices; tape.entries() lists all.",
+        ),
+        (
+            {"dtype": "float32"},
+            "dtype='float32' is none for routing.",
+            "  way out: one of int8, uint8, int16, uint16, int32, int64.",
+        ),
+    ]:
+        with pytest.raises((TapeError, OptionError)) as caught:
+            tape.to_routing(**arguments)
+        assert str(caught.value).splitlines() == told
+    with pytest.raises(TapeError, match=r"^the tape has no routing\.\n  it has: nothing\n"):
+        Tape().to_routing()
 
 
 def test_the_way_back_refuses_layers_of_several_shapes_and_narrow_dtypes() -> None:
@@ -308,10 +425,20 @@ def test_the_way_back_refuses_layers_of_several_shapes_and_narrow_dtypes() -> No
         layer("b", lambda: save_for_recompute(np.zeros((3, 1), "int32")))
 
     assert tape.to_routing().tolist() == [[[300]]]
-    with pytest.raises(TapeError, match="experts from 300 to 300, which int8 cannot hold"):
+    with pytest.raises(TapeError) as caught:
         tape.to_routing(dtype="int8")
-    with pytest.raises(TapeError, match="do not route alike"):
+    assert str(caught.value).splitlines() == [
+        "layer 'a': experts from 300 to 300, which int8 cannot hold.",
+        '  way out: give a wider dtype, such as dtype="int32".',
+    ]
+    with pytest.raises(TapeError) as caught:
         other.to_routing()
+    assert str(caught.value).splitlines() == [
+        "the layers of the tape do not route alike.",
+        "  a: [2, 1]",
+        "  b: [3, 1]",
+        "  way out: record one forward a tape, and name the save that holds the indices.",
+    ]
 
 
 def test_lists_need_no_numpy() -> None:
@@ -333,12 +460,14 @@ def test_lists_need_no_numpy() -> None:
 def test_the_way_back_of_a_number_and_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     with record() as tape:
         layer("a", lambda: save_for_recompute(np.array(3)))
-    with pytest.raises(TapeError, match="the tape's routing is a single number"):
+    with pytest.raises(TapeError) as caught:
         tape.to_routing()
+    assert str(caught.value) == "the tape's routing is a single number.\n  way out: save the index of each token."
     whole = Tape.from_routing([[[0, 1]]], experts=2)
     monkeypatch.setitem(sys.modules, "numpy", None)
-    with pytest.raises(TapeError, match="routing is given as a numpy array"):
+    with pytest.raises(TapeError) as caught:
         whole.to_routing()
+    assert str(caught.value) == "routing is given as a numpy array.\n  way out: install numpy."
 
 
 def test_the_way_back_leaves_out_saves_of_other_names() -> None:
@@ -346,3 +475,11 @@ def test_the_way_back_leaves_out_saves_of_other_names() -> None:
         layer("a", lambda: [save_for_recompute(np.array([[n]]), name=name) for n, name in enumerate(("x", "y", None))])
         layer("b", lambda: save_for_recompute(0.5, name="y"))  # which is no array of integers
     assert tape.to_routing(name="y").tolist() == [[[1]]]
+    with record() as tape:
+        layer("dense", lambda: save_for_recompute("left"))
+        layer("moe", lambda: save_for_recompute(np.array([[3]])))
+    assert tape.to_routing().tolist() == [[[3]]]
+    with record() as tape:
+        layer("moe", lambda: [save_for_recompute(np.array([[3]]), name=name) for name in "ab"])
+    with pytest.raises(TapeError, match="layer 'moe' has more than one array of integers"):
+        tape.to_routing()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
+import os
 import sys
 import threading
 
@@ -28,6 +30,7 @@ from roundpipe_core import (
 )
 from roundpipe_core._phase import Phase, Run, open_slot, thread
 from roundpipe_core._slots import Slot, label_of
+from roundpipe_core._tape import taken_from
 
 
 def run(phase: Phase, slot: Slot, function):
@@ -219,9 +222,33 @@ def test_regions_of_one_label_around_a_save_are_not_guessed() -> None:
         save_for_recompute(0)
         return region(2)
 
-    with pytest.raises(SlotError, match="'expert' runs before and after a save") as caught:
-        both(layer)
-    assert "give the calls different labels, wrap them in layer_scope" in str(caught.value)
+    def scoped():
+        if not doing_recompute():
+            with layer_scope("expert"):
+                pass
+        save_for_recompute(0)
+        with layer_scope("expert"):
+            pass
+
+    def read_in_another_order():
+        if doing_recompute():
+            get_recompute_data("second")
+            get_recompute_data("first")
+        else:
+            save_for_recompute(1, name="first")
+            region(1)
+            save_for_recompute(2, name="second")
+        return region(2)
+
+    for function in (layer, scoped, read_in_another_order):
+        with pytest.raises(SlotError) as caught:
+            both(function)
+        assert lines(caught.value) == [
+            "layer 'layer': 'expert' runs before and after a save that the recompute read at another point, so which "
+            "of the forward's decisions belongs here cannot be told.",
+            "  way out: give the calls different labels, wrap them in layer_scope, or read the data where it was "
+            "saved.",
+        ]
 
 
 def here(offset: int = 0) -> str:
@@ -301,6 +328,14 @@ def test_a_second_save_in_a_scope_names_it() -> None:
 
     with pytest.raises(SlotError, match=r"layer 'moe', slot 'mask' in scope 'attention': saved twice"):
         both(layer, "moe")
+    with pytest.raises(SlotError, match=r"layer 'moe', slot 'mask' in scope 'block/attention': saved twice"), record():
+        phase, slot = open_slot("moe")
+
+        def inside():
+            with layer_scope("block"):
+                layer()
+
+        run(phase, slot, inside)
 
 
 def test_a_region_of_the_recompute_alone() -> None:
@@ -308,17 +343,23 @@ def test_a_region_of_the_recompute_alone() -> None:
         phase, slot = open_slot("extra")
         return run(phase, slot, lambda: get_recompute_data())
 
-    with pytest.raises(SlotError, match="this region was not run by the forward, only by the recompute"):
+    with pytest.raises(SlotError) as caught:
         run(Phase.RECOMPUTE, Slot("top"), region)
+    headline = "layer 'extra', the unnamed slot: this region was not run by the forward, only by the recompute."
+    assert lines(caught.value)[0] == headline
 
 
 def test_data_that_contains_itself() -> None:
     ring: list = [1]
     ring.append(ring)
-    with pytest.raises(
-        SlotError, match=r"layer 'moe', the unnamed slot: the data contains itself, or is nested too deep"
-    ):
+    place = here(2)
+    with pytest.raises(SlotError) as caught:
         run(Phase.FORWARD, Slot("moe"), lambda: save_for_recompute(ring))
+    assert lines(caught.value) == [
+        "layer 'moe', the unnamed slot: the data contains itself, or is nested too deep.",
+        f"  saved at: {place}",
+        "  way out: save the parts that the recompute needs, not the object that links them.",
+    ]
 
 
 @pytest.mark.parametrize("name", [["mask"], 3, b"mask"])
@@ -333,8 +374,14 @@ def test_names_are_strings(name) -> None:
     ]
     with pytest.raises(OptionError, match=r"get_recompute_data: name must be a string"):
         get_recompute_data(name)
-    with pytest.raises(OptionError, match=r"layer_scope takes a name, not"):
+    place = here(2)
+    with pytest.raises(OptionError) as told:
         layer_scope(name)
+    assert lines(told.value) == [
+        f"layer_scope takes a name, not {name!r}.",
+        f"  called at: {place}",
+        '  way out: pass a string: `with layer_scope("attention"):`.',
+    ]
     assert isinstance(caught.value, (TypeError, ValueError))
 
 
@@ -390,13 +437,19 @@ def test_bytes_are_counted_inner_regions_included() -> None:
         save_for_recompute(np.zeros(10, np.int64), 3, "x", [np.zeros(2, np.int8)])
         phase, slot = open_slot("inner")
         run(phase, slot, lambda: save_for_recompute(np.zeros(5, np.int32)))
+        save_for_recompute(np.zeros(1, np.int8), name="more")
 
     slot = Slot("layer")
     run(Phase.FORWARD, slot, layer)
-    assert slot.nbytes() == 80 + 2 + 20
+    assert slot.nbytes() == 80 + 2 + 20 + 1
+    assert slot.places() == {"cpu": 103}
+    assert [entry.nbytes() for entry in slot.entries.values()] == [82, 1]
 
 
 class Block:
+    class Part:
+        pass
+
     def forward(self):
         pass
 
@@ -415,6 +468,14 @@ def test_labels() -> None:
     assert label_of(functools.partial(block.attend)) == "Block.attend"
     assert label_of(functools.partial(functools.partial(here), 1)).startswith(f"here ({__file__}:")
     assert label_of(len) == "len"
+    assert label_of([].append) == "append"
+    assert label_of(Block.Part) == label_of(Block.Part()) == "Block.Part"
+
+    @functools.wraps(here)
+    def wrapped(offset: int) -> str:
+        return here(offset)
+
+    assert label_of(wrapped) == label_of(here)
 
 
 # ------------------------------------------------------------------------ state, parts kept, compilers
@@ -495,6 +556,8 @@ def test_a_compiler_takes_over_where_it_reads_the_code(monkeypatch: pytest.Monke
     assert first == [("save_for_recompute", (1, 2), "a"), ("get_recompute_data", "a"), ("doing_recompute",)]
     assert (once, function()) == ("recompute_once", 3)
     assert [enter, leave] == [("enter_scope", "attention"), ("exit_scope",)]
+    with pytest.raises(KeyError), layer_scope("attention"):
+        raise KeyError
 
 
 def test_what_a_frontend_saves_in_a_layers_stead_is_given_each_time() -> None:
@@ -517,3 +580,169 @@ def test_what_a_frontend_saves_in_a_layers_stead_is_given_each_time() -> None:
 
     assert [again.fetch(key, ("file", 3)) for key in (one, one, two)] == [[1], [1], [2]]
     assert restored == ["drawn", None]
+    assert [decision.key for decision in taken_from(slot).decisions] == [one, two]
+
+
+# ------------------------------------------------------------------------------ what frontends are told
+
+
+class Noting(Run):
+    """A frontend that draws from a counter, and notes what it is told."""
+
+    def __init__(self, phase: Phase, slot: Slot, noted: list) -> None:
+        super().__init__(phase, slot)
+        self.noted = noted
+
+    def consulted(self, point=None) -> None:
+        self.noted.append(("consulted", point))
+
+    def told(self) -> None:
+        self.noted.append("told")
+
+    def state(self):
+        self.noted.append("state")
+        return len(self.noted)
+
+    def restore_state(self, state) -> None:
+        self.noted.append(("restored", state))
+
+    def stored(self, entry, offload) -> None:
+        self.noted.append(("stored", entry.leaves, offload))
+
+    def keep(self, function, args, kwargs, place):
+        self.noted.append(("keep", args, kwargs, place))
+        return function(*args, **kwargs)
+
+
+def noting(phase: Phase, slot: Slot, function) -> list:
+    before, noted = thread.run, []
+    thread.run = Noting(phase, slot, noted)
+    try:
+        function()
+        return noted
+    finally:
+        thread.run = before
+
+
+def test_a_frontend_is_told_of_each_point_that_both_phases_pass() -> None:
+    def layer():
+        save_for_recompute(1, name="a", offload=True)
+        recompute_once(abs, -2)
+        update_once(list)
+        update_once(dict)
+
+    slot, key, once = Slot("layer"), ((), "a"), ((), "recompute_once(abs)")
+    assert noting(Phase.FORWARD, slot, layer) == [
+        *[("stored", [1], True), "state", ("consulted", key)],
+        *[("stored", [2], None), "state", ("consulted", once)],
+        *["state", "state"],
+    ]
+    assert noting(Phase.RECOMPUTE, slot, layer) == [
+        *[("restored", 2), ("consulted", key)],
+        *[("restored", 5), ("consulted", once)],
+        *[("restored", 7), ("restored", 8)],
+    ]
+
+
+def test_a_frontend_is_told_when_the_layer_asks_for_its_phase() -> None:
+    slot = Slot("layer")
+    noted = noting(Phase.FORWARD, slot, lambda: (doing_recompute(), save_for_recompute(1, offload=False)))
+    assert noted == ["told", ("consulted", None), ("stored", [1], False), "state", ("consulted", ((), None))]
+    noted = noting(Phase.RECOMPUTE, slot, lambda: (get_recompute_data(), get_recompute_data()))
+    assert noted == ["told", ("restored", 4), ("consulted", ((), None)), "told"]  # back to that state once
+
+
+def test_a_frontend_keeps_what_a_layer_keeps() -> None:
+    def layer():
+        assert keep(max, 3, 4) == 4
+        recompute_once(lambda: keep(max, 1, 2))  # inside of a decision it is a call like others
+
+    place = (__file__, layer.__code__.co_firstlineno + 1)
+    (kept, *_) = noting(Phase.FORWARD, Slot("layer"), layer)
+    assert kept == ("keep", (3, 4), {}, place)
+
+
+def test_another_checkpointing_may_take_what_is_outside_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_phase, "outside_saves", [lambda data: (*data, "a"), lambda data: (*data, "b")])
+    monkeypatch.setattr(_phase, "outside_keeps", [lambda function: lambda *args: (function(*args), "taken")])
+    assert save_for_recompute(1) == (1, "a", "b")
+    assert keep(max, 3, 4) == (4, "taken")
+    assert run_alone(Phase.FORWARD, lambda: keep(max, 3, 4)) == (4, "taken")
+    assert run_alone(Phase.FORWARD, lambda: recompute_once(lambda: (save_for_recompute(1), keep(max, 3, 4)))) == (
+        (1,),
+        4,
+    )
+
+
+def test_a_part_left_out_is_counted() -> None:
+    """The regions after it are those that they were in the forward."""
+
+    def region(value):
+        phase, slot = open_slot("expert")
+        return run(phase, slot, lambda: save_for_recompute(value))
+
+    def forward():
+        return [region(1), region(2), region(3)], thread.run.met()
+
+    def again():
+        thread.run.skip({((), "expert"): 1}, {first})
+        thread.run.skip({((), "expert"): 1}, {second})
+        return region(0), thread.run.met(), thread.run.taken
+
+    slot, first, second = Slot("layer"), Slot("a"), Slot("b")
+    assert run(Phase.FORWARD, slot, forward)[1] == {((), "expert"): 3}
+    assert run(Phase.RECOMPUTE, slot, again) == ((3,), {((), "expert"): 3}, {first, second})
+
+
+@pytest.mark.parametrize("offload", [1, "host", np.True_])
+def test_offload_is_a_bool_or_nothing(offload) -> None:
+    place = here(2)
+    with pytest.raises(OptionError) as caught:
+        save_for_recompute(1, offload=offload)
+    assert lines(caught.value) == [
+        f"save_for_recompute: offload must be True, False or None, not {offload!r}.",
+        f"  called at: {place}",
+        "  way out: where to keep it is an option of the layer: remat(layer, offload=...).",
+    ]
+    assert save_for_recompute(1, offload=True) == (1,)
+
+
+def test_scopes_outside_of_layers_and_in_decisions_mark_nothing() -> None:
+    def decide():
+        with layer_scope("a"):
+            return save_for_recompute(1)
+
+    assert decide() == (1,)
+    with record() as tape:
+        recompute_once(decide)
+        for _ in range(2):
+            decide()
+    assert [entry.scope for entry in tape.entries()] == ["", "a", "a #1"]
+
+
+def test_no_tape_begins_inside_a_decision() -> None:
+    def decide():
+        with record():
+            pass
+
+    with pytest.raises(PhaseError, match=r"^record\(\) was begun inside layer 'a decision'\."):
+        run_alone(Phase.FORWARD, lambda: recompute_once(decide))
+
+
+@pytest.mark.filterwarnings("ignore")  # forks of processes with threads, as Python and JAX have them
+def test_a_process_of_multiprocessing_begins_outside_of_layers() -> None:
+    """One that the layer forks by itself goes on in the layer."""
+
+    def leave():
+        os._exit(3 if doing_recompute() else 4)
+
+    def layer():
+        child = os.fork()
+        if child == 0:
+            leave()
+        worker = multiprocessing.get_context("fork").Process(target=leave)
+        worker.start()
+        worker.join()
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), worker.exitcode
+
+    assert run_alone(Phase.RECOMPUTE, layer) == (3, 4)

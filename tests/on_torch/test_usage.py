@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from roundpipe_core._report import in_words
 from roundpipe_torch import Usage, VerifyWarning, checkpoint, keep, recompute_once, remat, save_for_recompute, usage
 
 X = torch.randn(16, 8, requires_grad=True)  # 512 bytes
@@ -151,8 +150,3 @@ def test_nothing_is_held_by_the_report() -> None:
             remat(router, label="gate")(X)
     assert (row(report, "gate").calls, row(report, "gate").alive, report.bytes) == (50, 0, 0)
     assert not report._graphs
-
-
-@pytest.mark.parametrize(("nbytes", "words"), [(0, "0 B"), (999, "999 B"), (1536, "1.536 kB"), (3 * 10**9, "3 GB")])
-def test_bytes_in_words(nbytes: int, words: str) -> None:
-    assert in_words(nbytes) == words
