@@ -803,8 +803,19 @@ def soft(x):
 
 @pytest.mark.parametrize("wrong", ["topk", 3, ["topk"], [lambda x: x], [torch.nn.Linear]])
 def test_what_auto_does_not_take(wrong):
-    with pytest.raises(OptionError, match="auto") as error:
+    with pytest.raises(OptionError) as error:
         remat(torch.sin, auto=wrong)
+    what = (
+        f"auto cannot watch {wrong[0]!r}."
+        if isinstance(wrong, list)
+        else f"auto must be True, False or a collection of operations, not {wrong!r}."
+    )
+    first, *_, last = str(error.value).splitlines()
+    assert first == what
+    assert last.strip() == (
+        "way out: name operations (torch.cumsum, torch.ops.mylib.route) or functions of a module or class that others "
+        "call by that module or class; for a local function call recompute_once(function, ...) in the layer."
+    )
     assert __file__ in str(error.value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextlib
 import functools
 import threading
 import types
@@ -91,29 +92,50 @@ def test_without_preserving_the_draws_are_free() -> None:
     assert seen[2] == seen[3]
 
 
-def test_two_threads_that_draw_are_told_rather_than_given_other_masks() -> None:
+def fails(x):
+    raise NotImplementedError
+
+
+def fails_inside(x):
+    with contextlib.suppress(NotImplementedError):
+        checkpoint(fails, x)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(
+    "before", [lambda x: None, lambda x: checkpoint(torch.sin, x), fails_inside], ids=["", "region", "failing region"]
+)
+def test_two_threads_that_draw_are_told_rather_than_given_other_masks(before, use_reentrant) -> None:
     """The default generator is one for all threads: what was drawn between two draws cannot be known."""
-    barrier = threading.Barrier(2)
-    errors = []
 
-    def layer(x):
-        barrier.wait(10)
-        y = F.dropout(x, 0.5)
-        barrier.wait(10)
-        return y.exp()
+    def told() -> list[str]:
+        barrier, alone, errors = threading.Barrier(2), threading.Event(), []
 
-    def train():
-        try:
-            checkpoint(layer, leaf()).sum().backward()
-        except MismatchError as error:
-            errors.append(str(error))
+        def layer(x):
+            before(x)
+            alone.set()
+            barrier.wait(10)
+            y = F.dropout(x, 0.5)
+            barrier.wait(10)
+            return y.exp()
 
-    threads = [threading.Thread(target=train) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(errors) == 2
+        def train():
+            try:
+                checkpoint(layer, leaf(), use_reentrant=use_reentrant).sum().backward()
+            except MismatchError as error:
+                errors.append(str(error))
+
+        threads = [threading.Thread(target=train) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+            alone.wait(10)  # the first is inside, behind its inner region, when the second comes
+        for thread in threads:
+            thread.join()
+        return errors
+
+    for _ in range(2):  # also when it is not the first time
+        errors = told()
+        assert len(errors) == 2
     first, _, way_out = errors[0].partition("\n")
     assert "draws random numbers while another thread is inside a checkpointed layer too" in first
     assert "recompute_once" in way_out
@@ -303,10 +325,16 @@ def ranked(x):
     return values
 
 
+def ranked_first(x):
+    """Asked for the phase before anything is saved."""
+    return ranked(x) if doing_recompute() else ranked(x)
+
+
 LAYOUTS = {
     "in the layer": lambda x: F.dropout(ranked(x.t() * 2), 0.5).exp(),
     "around a region": lambda x: F.dropout(checkpoint(ranked, x.t() * 2), 0.5).exp(),
     "before another save": lambda x: ranked(F.dropout(recompute_first(x.t() * 2), 0.5)).exp(),
+    "of the first tensor": lambda x: F.dropout(ranked_first(x.detach().t() * 2) * x, 0.5).exp(),
     "in a region inside": lambda x: checkpoint(lambda x: F.dropout(ranked(x), 0.5).exp(), x.t() * 2),
     "in a reentrant region inside": lambda x: checkpoint(
         lambda x: F.dropout(ranked(x), 0.5).exp(), x.t() * 2, use_reentrant=True
@@ -333,14 +361,20 @@ def test_random_numbers_for_memory_of_another_order_are_refused(where, use_reent
     assert "by .contiguous() on what they give" in str(caught.value).splitlines()[-1]
 
 
+@pytest.mark.parametrize("first", [False, True], ids=["later", "at once"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_layer_that_asks_for_its_phase_once_in_its_life(use_reentrant) -> None:
+def test_a_layer_that_asks_for_its_phase_once_in_its_life(use_reentrant, first) -> None:
     """Its recompute does not ask, and does the same all the same."""
 
-    def layer(x):
-        h = torch.tanh(x.t())
+    def ask():
         if not told:
             told.append(doing_recompute())
+
+    def layer(x):
+        if first:
+            ask()
+        h = torch.tanh(x.t())
+        ask()
         return F.dropout(h, 0.5).exp() @ x
 
     def gradient(call):
