@@ -77,12 +77,13 @@ class _Buffer:
 
     def __init__(self, module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
         self.module, self.name, self.tensor = module, name, tensor
-        self.version = version_of(tensor)
+        self.version = 0
         self.seen = False  # to have changed
         self._noted: tuple[int, int, torch.Tensor] | None = None  # the last value asked for, and what it was made of
         self.before: torch.Tensor | None = None
         if isinstance(module, _NormBase):
             return  # what it gives does not depend on them in training, and does not change them in evaluation
+        self.version = version_of(tensor)
         if tensor.nbytes <= _SMALL or _changing.of(module).get((name, module.training), True):
             self.before = _copied(tensor)
 

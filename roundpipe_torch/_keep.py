@@ -309,7 +309,6 @@ def _first(run: Any, kept: Kept, call: _Call, isolated: bool, waiting: list[Argu
     given = call.given(isolated, kept.grads)
     met, taken, begun = run.met(), run.taken.copy(), node_count()
     versions = [version_of(tensor) for tensor in given]
-    kept.site.reruns = True  # if it fails here, it fails in the recompute
     kept.site.ship = run.ship
     try:
         outputs, kept.residuals = _ran(run, kept.site, call, given, waiting)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextlib
 import functools
 import threading
 import types
@@ -105,32 +104,48 @@ def fails_inside(x):
 @pytest.mark.parametrize(
     "before", [lambda x: None, lambda x: checkpoint(torch.sin, x), fails_inside], ids=["", "region", "failing region"]
 )
-def test_two_threads_that_draw_are_told_rather_than_given_other_masks(before, use_reentrant) -> None:
+@pytest.mark.parametrize("met", ["forward", "recompute"])
+def test_two_threads_that_draw_are_told_rather_than_given_other_masks(met, before, use_reentrant) -> None:
     """The default generator is one for all threads: what was drawn between two draws cannot be known."""
 
     def told() -> list[str]:
-        barrier, alone, errors = threading.Barrier(2), threading.Event(), []
+        came, inside, errors = threading.Condition(), set(), []
+        number = 1  # of threads that meet
 
         def layer(x):
             before(x)
-            alone.set()
-            barrier.wait(10)
-            y = F.dropout(x, 0.5)
-            barrier.wait(10)
-            return y.exp()
+            with came:
+                inside.add(threading.get_ident())
+                came.notify_all()
+                assert came.wait_for(lambda: len(inside) >= number, 10)
+            return F.dropout(x, 0.5).exp()
 
-        def train():
+        def backward(y):
             try:
-                checkpoint(layer, leaf(), use_reentrant=use_reentrant).sum().backward()
+                y.sum().backward()
             except MismatchError as error:
                 errors.append(str(error))
 
-        threads = [threading.Thread(target=train) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-            alone.wait(10)  # the first is inside, behind its inner region, when the second comes
-        for thread in threads:
-            thread.join()
+        def twice(work, together):
+            """Alone, or so that the first is inside, behind its inner region, when the second comes."""
+            nonlocal number
+            number = 1 + together
+            inside.clear()
+            threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
+            for thread in threads:
+                thread.start()
+                if together:
+                    with came:
+                        came.wait_for(lambda: inside, 10)
+                else:
+                    thread.join()
+            for thread in threads:
+                thread.join()
+
+        regions = {}
+        forward = functools.partial(checkpoint, layer, leaf(), use_reentrant=use_reentrant)
+        twice(lambda n: regions.update({n: forward()}), met == "forward")
+        twice(lambda n: backward(regions[n]), met == "recompute")
         return errors
 
     for _ in range(2):  # also when it is not the first time
@@ -326,8 +341,9 @@ def ranked(x):
 
 
 def ranked_first(x):
-    """Asked for the phase before anything is saved."""
-    return ranked(x) if doing_recompute() else ranked(x)
+    """Asks for the phase before anything is saved."""
+    assert doing_recompute() in (True, False)
+    return ranked(x)
 
 
 LAYOUTS = {

@@ -255,6 +255,54 @@ def test_a_guarded_update_is_right_too() -> None:
     same(five_steps(Guarded, reentrant), five_steps(Guarded, plain))
 
 
+@pytest.mark.parametrize("early_stop", [False, True])
+def test_a_buffer_moved_behind_all_that_backward_needs(early_stop) -> None:
+    """Only a recompute that goes on to there shows that its first values were not the forward's."""
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(256))
+
+        def forward(self, x):
+            phase = doing_recompute()
+            y = (x * self.scale.clone()).exp()
+            self.scale += 0.5
+            return y if phase else y.clone()
+
+    def scenario(way):
+        layer, result = Last(), []
+        for _ in range(2):
+            x = leaf(128, 256)
+            y = way(layer, x)
+            y.sum().backward()
+            result += [y, x.grad, layer.scale.clone()]
+        return result
+
+    same(scenario(functools.partial(checkpoint, early_stop=early_stop)), scenario(plain))
+    same(scenario(reentrant), scenario(plain))
+
+
+def test_a_layer_that_moves_its_buffers_in_the_forward_alone_is_recomputed_whole_once() -> None:
+    class Guarded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("rows", torch.zeros(()))
+
+        def forward(self, x):
+            if not doing_recompute():
+                self.rows += 1
+            y = x.exp()
+            ends.append(doing_recompute())
+            return y
+
+    layer, ends = Guarded(), []
+    for _ in range(3):
+        checkpoint(layer, leaf(256, 256)).sum().backward()
+    assert ends == [False, True, False, False]
+    assert layer.rows == 3
+
+
 @pytest.mark.parametrize("aside", [recompute_once, update_once, keep], ids=lambda word: word.__name__)
 @pytest.mark.parametrize("way", ENGINES)
 def test_what_a_part_left_out_wrote_is_there(aside, way) -> None:
@@ -366,6 +414,24 @@ def test_what_a_forward_holds_goes_with_its_graph() -> None:
         assert before() is None
     finally:
         gc.enable()
+
+
+def test_what_is_known_of_a_module_goes_with_it() -> None:
+    from roundpipe_torch._buffers import _changing, _repeating
+
+    def known() -> list[int]:
+        return [len(notes._held) for notes in (_changing, _repeating)]
+
+    def asks(x, layer):
+        return layer(x) if doing_recompute() else layer(x).clone()
+
+    gc.collect()
+    before, layer = known(), Moving(rows=1 << 14)
+    checkpoint(asks, leaf(T, D), layer).sum().backward()
+    assert known() == [n + 1 for n in before]
+    del layer
+    gc.collect()
+    assert known() == before
 
 
 def test_functional_call_with_other_buffers() -> None:
