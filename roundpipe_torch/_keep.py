@@ -393,11 +393,10 @@ def _reached(outputs: Iterable[torch.Tensor], arguments: list[torch.Tensor], beg
     while waiting:
         for edge in waiting.pop().next_functions:
             node = edge[0]
-            if node is None or hasattr(node, "variable"):
-                if edge in edges:
-                    reached.add(edges[edge])
-            elif edge in edges:
+            if edge in edges:
                 reached.add(edges[edge])
+            elif node is None or hasattr(node, "variable"):
+                continue
             elif node._sequence_nr() < begun:
                 foreign = True
             elif node not in seen:

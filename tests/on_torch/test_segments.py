@@ -84,9 +84,9 @@ def test_another_function_of_the_same_tensor_is_an_error() -> None:
 
 
 def test_a_weight_stepped_before_backward_is_told_in_code_of_its_own_too() -> None:
-    layer = told(lambda x, w: (torch.sin(x @ w), 1), lambda x, w, _: torch.sin(x @ w))
-    x, w = leaf(D, D), nn.Parameter(leaf(D, D, seed=1).detach())
-    y = checkpoint(layer, x, w)
+    w = nn.Parameter(leaf(D, D, seed=1).detach())
+    layer = told(lambda x: (torch.sin(x @ w), 1), lambda x, _: torch.sin(x @ w))
+    y = checkpoint(layer, leaf(D, D))
     with torch.no_grad():
         w.mul_(2)
     with pytest.raises(MutationError):
@@ -102,6 +102,18 @@ def test_two_choices_that_the_recompute_makes_one_are_an_error_not_a_gradient() 
 
     layer = told(both, lambda x, high, low: x.gather(1, high) * 2)
     with pytest.raises(CheckpointMismatchError):
+        checkpoint(layer, leaf(D, D)).sum().backward()
+
+
+def test_many_choices_that_fit_in_many_ways_are_an_error() -> None:
+    def best(x):
+        return [(x * n).topk(1) for n in range(1, 9)]
+
+    layer = told(
+        lambda x: (sum(one.values for one in best(x)), *(one.indices for one in best(x.detach()))),
+        lambda x, *data: sum(x.gather(1, idx) * n for n, idx in enumerate((*data, data[0]), 1)),
+    )
+    with pytest.raises(CheckpointMismatchError, match="saved nothing that can stand for it"):
         checkpoint(layer, leaf(D, D)).sum().backward()
 
 

@@ -346,11 +346,15 @@ def ranked_first(x):
     return ranked(x)
 
 
+def noise_like(x):
+    return x * torch.rand_like(x)
+
+
 LAYOUTS = {
     "in the layer": lambda x: F.dropout(ranked(x.t() * 2), 0.5).exp(),
     "around a region": lambda x: F.dropout(checkpoint(ranked, x.t() * 2), 0.5).exp(),
     "before another save": lambda x: ranked(F.dropout(recompute_first(x.t() * 2), 0.5)).exp(),
-    "of the first tensor": lambda x: F.dropout(ranked_first(x.detach().t() * 2) * x, 0.5).exp(),
+    "of the only tensor": lambda x: noise_like(ranked_first(x.detach().t() * 2)) * x,
     "in a region inside": lambda x: checkpoint(lambda x: F.dropout(ranked(x), 0.5).exp(), x.t() * 2),
     "in a reentrant region inside": lambda x: checkpoint(
         lambda x: F.dropout(ranked(x), 0.5).exp(), x.t() * 2, use_reentrant=True
