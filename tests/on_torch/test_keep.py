@@ -193,6 +193,22 @@ def test_a_view_made_inside_does_not_hold_the_argument(way, function, made) -> N
     assert live(True) - live(False) == made
 
 
+@pytest.mark.parametrize("way", ENGINES)
+def test_what_has_the_memory_of_an_argument_but_other_values_is_held(way) -> None:
+    """A conjugate, and numbers of another type."""
+
+    def mixed(z):
+        return torch.view_as_real(z.conj() * z.exp()) * z.imag.unsqueeze(-1)
+
+    def scenario(way):
+        x = leaf(4, 6)
+        y = way(lambda x: keep(mixed, torch.complex(x.sin(), x.cos())).exp(), x)
+        y.sum().backward()
+        return y, x.grad
+
+    agree(scenario, way)
+
+
 def weighted(c, q, more=0.0):
     return (q * c).sum() + more
 
