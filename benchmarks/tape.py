@@ -1,8 +1,8 @@
 """Tapes in PyTorch: record, replay, save, load, against copying the same bytes by hand.
 
 Each pair runs in turn, many times. "By hand" is: for record and replay, a forward without a tape and a clone of each
-routing; for save, a file written in one go, synced and renamed; for load, a file read in one go. Save and load also
-take the checksum of every byte. Record and replay are CPU time, save and load wait for the disk and are wall time.
+routing; for save, a file written in one go, synced and renamed; for load, a file read array by array. Save and load
+also take the checksum of every byte. Record and replay are CPU time, save and load wait for the disk and are wall time.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ def measure(dtype: torch.dtype, tokens: int, folder: Path, rounds: int) -> Itera
         ("replay", replayed, passing, time.process_time),
         ("save", lambda: tape.save(path), written, time.perf_counter),
         ("load", lambda: Tape.load(path), read, time.perf_counter),
+        ("load, mmap", lambda: Tape.load(path, mmap=True), read, time.perf_counter),
     )
     for what, ours, by_hand, clock in pairs:
         ways = {"by hand": by_hand, "ours": ours}

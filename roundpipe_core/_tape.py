@@ -202,11 +202,18 @@ class Tape:
         save(self, path)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Tape:
+    def load(cls, path: str | os.PathLike[str], *, mmap: bool = False) -> Tape:
         """The tape that `save` wrote. Nothing in the file is run, and its bytes are checked before they are believed.
 
         Arrays of numpy are numpy arrays again, which cannot be written to; those of other frameworks are converted by
         the layer that replays them.
+
+        Args:
+            path: of the file. What its arrays hold is copied, so that the file may change or go.
+            mmap: do not copy: the arrays are the file, mapped. Several times as fast, and the memory is the system's;
+                the file must stay as it is while the tape is used. `save` never changes a file in place, and to delete
+                or replace it is safe (except on Windows, which refuses); but what another program writes into it
+                appears in the tape unchecked, and if the file is cut short the process dies.
 
         Raises:
             TapeError: it is not a tape, is damaged, or of another version, with what is wrong.
@@ -216,7 +223,7 @@ class Tape:
         """
         from ._tapefile import load
 
-        return load(path)
+        return load(path, mapped=mmap)
 
     @classmethod
     def from_routing(

@@ -24,9 +24,10 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import mmap
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -125,14 +126,19 @@ def save(tape: Tape, path: Path) -> None:
     sums = dict.fromkeys((stored.name for stored in arrays), _UNKNOWN)
     ordered = sorted(arrays, key=lambda stored: -stored.size)  # so that each begins at a multiple of its own size
     head = _head(root, arrays, ordered, sums)
-    with replacing(path) as file, ThreadPoolExecutor(1) as pool:
+    with replacing(path) as file, ThreadPoolExecutor(2) as pool:
         file.seek(len(head))
-        for group in _groups(ordered):
+        synced: Future[None] | None = None
+        for n, group in enumerate(_groups(ordered)):
+            if n and (synced is None or synced.done()):
+                synced = pool.submit(os.fsync, file.fileno())  # the disk works too while the rest is written
             parts = [_bytes_of(stored) for stored in group]
             checksums = pool.submit(_checksums, parts)  # while they are written
             for data in parts:
                 write_all(file, data)
             sums.update(zip((stored.name for stored in group), checksums.result(), strict=True))
+        if synced is not None:
+            synced.result()
         file.seek(0)
         write_all(file, _head(root, arrays, ordered, sums))
 
@@ -271,11 +277,11 @@ def _not_held(where: str, what: str, way_out: str) -> TapeError:
 # --------------------------------------------------------------------------------------------------- load
 
 
-def load(path: Path) -> Tape:
-    """The tape that `save` wrote to `path`."""
+def load(path: Path, *, mapped: bool) -> Tape:
+    """The tape that `save` wrote to `path`. If `mapped`, its arrays are the file, which has to stay as it is."""
     with opened(path) as file:
         try:
-            return _load(file)
+            return _load(file, _mapped if mapped else _read)
         except FaultError as fault:
             raise TapeError(
                 message(
@@ -286,7 +292,7 @@ def load(path: Path) -> Tape:
             ) from None
 
 
-def _load(file: FileIO) -> Tape:
+def _load(file: FileIO, reading: Callable[[FileIO, int], _Read]) -> Tape:
     texts, held, begin = read_header(file)
     version = texts.get(FORMAT)
     if version is None:
@@ -300,7 +306,7 @@ def _load(file: FileIO) -> Tape:
     listed = [_Listed.read(entry, held) for entry in whole["arrays"]]
     if len({entry.name for entry in listed}) != len(listed) or len(listed) != len(held):
         raise FaultError("its arrays are not those that the tape lists")
-    reader = Reader(_arrays(file, begin, listed, held))
+    reader = Reader(_arrays(reading(file, begin), listed, held))
     root = _read_region(whole["root"], reader, 0)
     reader.all_given()
     return Tape(root)
@@ -332,31 +338,53 @@ class _Listed(NamedTuple):
         return listed
 
 
-def _arrays(file: FileIO, begin: int, listed: list[_Listed], held: dict[str, Held]) -> list[Any]:
+_Read = Callable[[Held], bytes | memoryview]
+"""Gives the bytes of an array."""
+
+
+def _arrays(read: _Read, listed: list[_Listed], held: dict[str, Held]) -> list[Any]:
     """The arrays in the tape's order."""
-    read: dict[str, bytes] = {}
+    whole: dict[str, bytes | memoryview] = {}
     checked: list[tuple[list[_Listed], Future[list[str]]]] = []
     with ThreadPoolExecutor(_CHECKING) as pool:
         for group in _groups(sorted(listed, key=lambda entry: held[entry.name].begin)):
-            parts = [_read(file, begin, held[entry.name]) for entry in group]
-            read.update(zip((entry.name for entry in group), parts, strict=True))
+            parts = [read(held[entry.name]) for entry in group]
+            whole.update(zip((entry.name for entry in group), parts, strict=True))
             checked.append((group, pool.submit(_checksums, parts)))  # while the next ones are read
         for group, checksums in checked:
             for entry, checksum in zip(group, checksums.result(), strict=True):
                 if checksum != entry.crc32:
                     raise FaultError(f"array {entry.name[:80]!r} is damaged: the checksum differs")
-    return [_array(entry, read[entry.name]) for entry in listed]
+    return [_array(entry, whole[entry.name]) for entry in listed]
 
 
-def _read(file: FileIO, begin: int, kept: Held) -> bytes:
-    file.seek(begin + kept.begin)
-    data = read_exactly(file, kept.end - kept.begin)
+def _read(file: FileIO, begin: int) -> _Read:
+    """Read the arrays, which begin at `begin`, into memory."""
+
+    def read(kept: Held) -> bytes:
+        file.seek(begin + kept.begin)
+        data = read_exactly(file, kept.end - kept.begin)
+        return _whole(data, kept)
+
+    return read
+
+
+def _mapped(file: FileIO, begin: int) -> _Read:
+    """Map the file: its pages are read when they are used, and belong to the system."""
+    pages = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    return lambda kept: _whole(pages[begin + kept.begin : begin + kept.end], kept)
+
+
+_Bytes = TypeVar("_Bytes", bytes, memoryview)
+
+
+def _whole(data: _Bytes, kept: Held) -> _Bytes:
     if len(data) != kept.end - kept.begin:
         raise FaultError("it became shorter while it was read")
     return data
 
 
-def _array(entry: _Listed, data: bytes) -> Any:
+def _array(entry: _Listed, data: bytes | memoryview) -> Any:
     host = HostArray(entry.dtype, entry.shape, memoryview(data), entry.origin)
     if entry.origin != "numpy":
         return host

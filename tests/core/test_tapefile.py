@@ -429,7 +429,7 @@ def test_a_thousand_damaged_files_are_a_thousand_clear_errors(tmp_path: Path) ->
         done += 1
         path.write_bytes(bad)
         with pytest.raises(TapeError) as caught:
-            Tape.load(path)
+            Tape.load(path, mmap=done % 2 == 0)
         assert str(caught.value).startswith(f"{path} is not a tape that can be read: ")
         faults[str(caught.value).removeprefix(str(path)).split(":")[1][:12]] += 1
     assert len(faults) > 5  # they fail in different places, not all at the first check
@@ -442,8 +442,9 @@ def test_every_byte_is_guarded(tmp_path: Path) -> None:
     assert len(good) < 1500
     for at in range(len(good)):
         path.write_bytes(good[:at] + bytes([good[at] ^ 1 << at % 8]) + good[at + 1 :])
-        with pytest.raises(TapeError):
-            Tape.load(path)
+        for mmap in (False, True):
+            with pytest.raises(TapeError):
+                Tape.load(path, mmap=mmap)
 
 
 # -------------------------------------------------------------------------------------------- hostile files
@@ -771,6 +772,23 @@ def test_an_error_while_writing_leaves_the_old_file(tmp_path: Path, monkeypatch:
         assert data_of(Tape.load(path)) == (1,)
 
 
+def test_a_disk_that_fails_while_the_rest_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written is synced meanwhile. The system tells of a fault once: no later sync fails."""
+    path = tmp_path / "a.tape"
+    monkeypatch.setattr(_tapefile, "_GROUP", 400)
+    saved(1).save(path)
+    sync = os.fsync
+    outcomes = iter([full])
+    monkeypatch.setattr(os, "fsync", lambda file: next(outcomes, sync)(file))
+
+    with pytest.raises(OSError, match="No space left"):
+        saved(np.arange(50), np.arange(50)).save(path)
+
+    assert next(outcomes, None) is None
+    assert list(tmp_path.iterdir()) == [path]
+    assert data_of(Tape.load(path)) == (1,)
+
+
 def full(*_: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -846,13 +864,41 @@ def test_reading_needs_no_numpy(tmp_path: Path) -> None:
     assert math.isclose(os.path.getsize(tmp_path / "a.tape"), os.path.getsize(tmp_path / "b.tape"), abs_tol=8)
 
 
-def test_a_file_that_grows_shorter_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved(np.arange(4)).save(tmp_path / "a.tape")
-    whole = _tapefile.read_exactly
-    monkeypatch.setattr(_tapefile, "read_exactly", lambda file, size: whole(file, size - 1))
+@pytest.mark.parametrize("mmap", [False, True])
+def test_a_file_that_grows_shorter_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mmap: bool) -> None:
+    path = tmp_path / "a.tape"
+    saved(np.arange(4)).save(path)
+    whole = _tapefile.read_header
 
+    def cut(file: FileIO) -> Any:
+        header = whole(file)
+        os.truncate(path, path.stat().st_size - 1)
+        return header
+
+    monkeypatch.setattr(_tapefile, "read_header", cut)
     with pytest.raises(TapeError, match="it became shorter while it was read"):
-        Tape.load(tmp_path / "a.tape")
+        Tape.load(path, mmap=mmap)
+
+
+def test_a_mapped_tape_is_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.tape"
+    data = (np.arange(1 << 20), np.arange(5, dtype="i2"), np.zeros((0, 2)), "text", np.float32(2))
+    saved(*data).save(path)
+
+    tracemalloc.start()
+    try:
+        tape = Tape.load(path, mmap=True)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20  # of 8 MiB
+    finally:
+        tracemalloc.stop()
+
+    assert alike(data_of(tape), data)
+    assert not any(entry.value.flags.writeable for entry in tape.entries() if isinstance(entry.value, np.ndarray))
+    saved("new").save(path)  # takes the place of the file: the tape's stays
+    assert alike(data_of(tape), data)
+    path.unlink()
+    tape.save(tmp_path / "b.tape")
+    assert alike(data_of(Tape.load(tmp_path / "b.tape")), data)
 
 
 def test_systems_that_give_a_file_in_parts(tmp_path: Path) -> None:
