@@ -466,7 +466,21 @@ def save_first(x, w, shaky):
     return shaky(x).topk(3).values * mask[:, :3] + shaky(w).sort(-1).values[:, :3]
 
 
-@pytest.mark.parametrize("layer", [seeds_style, one_line, once, scoped, read_late, save_first])
+def in_one_line(x, w, shaky):
+    """The decision that the recompute leaves out is made where the one is that it repeats."""
+
+    def pick(value):
+        return shaky(value).topk(3).values
+
+    if doing_recompute():
+        (mask,) = get_recompute_data()
+    else:
+        mask = pick(w).detach() > 0
+        save_for_recompute(mask)
+    return pick(x) * mask
+
+
+@pytest.mark.parametrize("layer", [seeds_style, one_line, once, scoped, read_late, save_first, in_one_line])
 @pytest.mark.parametrize(
     "way",
     [auto, auto_reentrant, nested(auto, checkpoint), nested(checkpoint, auto)],
