@@ -247,7 +247,7 @@ def checkpoint_sequential(
         )
     size = len(layers) // segments
     cut = size * (segments - 1)
-    for start in range(0, cut, size):
+    for start in range(0, cut, size or 1):
         input = checkpoint(  # noqa: A001
             _Chain(layers, start, start + size),
             input,

@@ -123,10 +123,6 @@ class Decisions:
         self.operations = operations
         self.functions = tuple(patch(function) for function in functions)
 
-    def __repr__(self) -> str:
-        names = [*sorted(self.operations), *(function.__qualname__ for function in self.functions)]
-        return f"[{', '.join(names)}]" if names else "True"
-
     def __reduce__(self) -> Any:
         return Decisions, (self.operations, self.functions)
 

@@ -320,7 +320,6 @@ def _first(run: Any, kept: Kept, call: _Call, isolated: bool, waiting: list[Argu
     given = call.given(isolated, kept.grads)
     met, taken, begun, mark = run.met(), run.taken.copy(), node_count(), now()
     versions = [version_of(tensor) for tensor in given]
-    kept.site.reruns = True  # if it fails here, it fails in the recompute
     kept.site.ship = run.ship
     try:
         outputs, kept.residuals = _ran(run, kept.site, call, given, waiting)
@@ -414,11 +413,10 @@ def _reached(outputs: Iterable[torch.Tensor], arguments: list[torch.Tensor], beg
     while waiting:
         for edge in waiting.pop().next_functions:
             node = edge[0]
-            if node is None or hasattr(node, "variable"):
-                if edge in edges:
-                    reached.add(edges[edge])
-            elif edge in edges:
+            if edge in edges:
                 reached.add(edges[edge])
+            elif node is None or hasattr(node, "variable"):
+                continue
             elif node._sequence_nr() < begun:
                 foreign = True
             elif node not in seen:

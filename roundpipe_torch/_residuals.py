@@ -25,7 +25,7 @@ class Site:
         self.label = run.slot.label
         self.forward = weakref.ref(run.outermost())  # alive while it runs
         self.running = True
-        self.reruns = False
+        self.reruns = True  # until it has returned: what fails here fails in the recompute too
         self.ship: Callable[[torch.Tensor], Shipped | None] | None = None
         self._handles: list[RemovableHandle] = []
         self._moved: dict[Any, tuple[torch.Tensor, Shipped]] = {}

@@ -64,8 +64,6 @@ class Origins:
 def _is_within(part: torch.Tensor, whole: torch.Tensor) -> bool:
     if part.dtype is not whole.dtype or part.is_conj() != whole.is_conj() or part.is_neg() != whole.is_neg():
         return False
-    if not part.numel() or not whole.numel():
-        return False
     runs = _runs(whole)
     first = int(part.storage_offset() - whole.storage_offset())
     if runs is None or first < 0:

@@ -7,6 +7,7 @@ the same code without checkpointing, with the disturbance of the forward.
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import gc
 import pickle
@@ -30,6 +31,7 @@ from roundpipe_torch import (
     checkpoint,
     doing_recompute,
     get_recompute_data,
+    keep,
     layer_scope,
     recompute_once,
     remat,
@@ -459,7 +461,26 @@ def read_late(x, w, shaky):
     return w.gather(1, first) * w.gather(1, idx) + w.gather(1, second)[:, :1]
 
 
-@pytest.mark.parametrize("layer", [seeds_style, one_line, once, scoped, read_late])
+def save_first(x, w, shaky):
+    (mask,) = save_for_recompute(shaky(w).detach() > 0)
+    return shaky(x).topk(3).values * mask[:, :3] + shaky(w).sort(-1).values[:, :3]
+
+
+def in_one_line(x, w, shaky):
+    """The decision that the recompute leaves out is made where the one is that it repeats."""
+
+    def pick(value):
+        return shaky(value).topk(3).values
+
+    if doing_recompute():
+        (mask,) = get_recompute_data()
+    else:
+        mask = pick(w).detach() > 0
+        save_for_recompute(mask)
+    return pick(x) * mask
+
+
+@pytest.mark.parametrize("layer", [seeds_style, one_line, once, scoped, read_late, save_first, in_one_line])
 @pytest.mark.parametrize(
     "way",
     [auto, auto_reentrant, nested(auto, checkpoint), nested(checkpoint, auto)],
@@ -471,6 +492,25 @@ def test_explicit_saves_win(layer, way):
 
 
 # Where the phases part
+
+
+def test_a_part_that_fails_may_ask_for_its_phase_before():
+    """The recompute runs it again, and what it leaves out there is nobody's loss."""
+
+    def fails(x):
+        if not doing_recompute():
+            x.detach().topk(2)
+        raise NotImplementedError
+
+    def layer(x):
+        with contextlib.suppress(NotImplementedError):
+            keep(fails, x)
+        return x.exp().topk(3).values
+
+    x, other = ties(), ties()
+    remat(layer, auto=True)(x).sum().backward()
+    layer(other).sum().backward()
+    same(x.grad, other.grad)
 
 
 def test_another_order_is_an_error_that_names_both_lines():
@@ -803,8 +843,19 @@ def soft(x):
 
 @pytest.mark.parametrize("wrong", ["topk", 3, ["topk"], [lambda x: x], [torch.nn.Linear]])
 def test_what_auto_does_not_take(wrong):
-    with pytest.raises(OptionError, match="auto") as error:
+    with pytest.raises(OptionError) as error:
         remat(torch.sin, auto=wrong)
+    what = (
+        f"auto cannot watch {wrong[0]!r}."
+        if isinstance(wrong, list)
+        else f"auto must be True, False or a collection of operations, not {wrong!r}."
+    )
+    first, *_, last = str(error.value).splitlines()
+    assert first == what
+    assert last.strip() == (
+        "way out: name operations (torch.cumsum, torch.ops.mylib.route) or functions of a module or class that others "
+        "call by that module or class; for a local function call recompute_once(function, ...) in the layer."
+    )
     assert __file__ in str(error.value)
 
 

@@ -194,6 +194,72 @@ def test_a_view_made_inside_does_not_hold_the_argument(way, function, made) -> N
 
 
 @pytest.mark.parametrize("way", ENGINES)
+def test_what_has_the_memory_of_an_argument_but_other_values_is_held(way) -> None:
+    """A conjugate, and numbers of another type."""
+
+    def mixed(z):
+        return torch.view_as_real(z.conj() * z.exp()) * z.imag.unsqueeze(-1)
+
+    def scenario(way):
+        x = leaf(4, 6)
+        y = way(lambda x: keep(mixed, torch.complex(x.sin(), x.cos())).exp(), x)
+        y.sum().backward()
+        return y, x.grad
+
+    agree(scenario, way)
+
+
+def weighted(c, q, more=0.0):
+    return (q * c).sum() + more
+
+
+@pytest.mark.parametrize("way", ENGINES)
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda c: lambda q: (q * c).sum(),
+        lambda c: partial(weighted, c),
+        lambda c: partial(lambda q, c: (q * c).sum(), c=c),
+        lambda c: partial(partial(weighted, c), more=1.0),
+        lambda c: partial(lambda q, more: (q * c).sum() + more, more=torch.ones(())),
+    ],
+    ids=["closure", "partial", "keyword", "partial of a partial", "partial of a closure"],
+)
+def test_tensors_in_closures_and_partials_are_recomputed_not_held(way, given) -> None:
+    def live(kept: bool) -> int:
+        x = leaf(256, 512)
+
+        def layer(x):
+            return (keep if kept else plain)(given(x.detach().cos()), x)
+
+        with Meter() as meter:
+            y = way(layer, x)
+            live = meter.live
+        y.backward()
+        return live
+
+    assert live(True) == live(False)
+
+
+@pytest.mark.parametrize("way", ENGINES)
+def test_a_weight_that_is_an_output_is_the_weight(way) -> None:
+    def scenario(way):
+        torch.manual_seed(0)
+        linear, x = nn.Linear(4, 4), leaf(3, 4)
+
+        def layer(x):
+            h, w = keep(lambda h: (h.sin(), linear.weight), x)
+            assert w is linear.weight
+            return (h @ w.exp()).tanh()
+
+        y = way(layer, x)
+        y.sum().backward()
+        return y, x.grad, linear.weight.grad
+
+    agree(scenario, way)
+
+
+@pytest.mark.parametrize("way", ENGINES)
 def test_a_tensor_in_the_gaps_of_an_argument_is_another(way) -> None:
     """Hidden in an object it is held, though it lies between the rows of the argument."""
 
@@ -222,12 +288,15 @@ def test_parts_are_told_from_what_lies_between() -> None:
 
     base = torch.arange(240.0).view(10, 24)
     wholes = [base[2:8, 4:12], base[:, ::2], base.t()[3:9], base.view(2, 5, 24)[:, 1:3], base[1], base]
+    wholes += [base[3:4, 4:5], base[5, 5], base[2:2], base[4:6].expand(3, 2, 24)]
     parts = [
         base[a:b, c:d:e] for a in (0, 2, 3) for b in (4, 8, 10) for c in (0, 3, 4, 6) for d in (8, 12) for e in (1, 2)
     ]
     parts += [part.t() for part in parts] + [
         base[3:7, 4:12].unflatten(1, (2, 4)).transpose(0, 1),
         base[2:3, 5:6].expand(4, 3),
+        *(base[n : n + 1, m : m + 1] for n in (3, 4, 5) for m in (3, 4, 5, 6)),
+        base[4:4, 5:9],
     ]
     seen = {True: 0, False: 0}
     for whole in wholes:

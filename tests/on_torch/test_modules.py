@@ -303,6 +303,9 @@ def test_sequential_of_functions_and_its_errors() -> None:
     x = inputs()
     checkpoint_sequential([torch.exp, torch.sin, torch.tanh], 2, x).sum().backward()
     assert torch.equal(x.grad, torch.autograd.grad(x.exp().sin().tanh().sum(), x)[0])
+    assert checkpoint_sequential(nn.Sequential(), 1, x) is x
+    with pytest.raises(OptionError, match=r"segments must be from 1 to the number of layers \(0\), not 2"):
+        checkpoint_sequential([], 2, x)
     for segments in (0, 4, -1):
         with pytest.raises(
             OptionError, match=rf"segments must be from 1 to the number of layers \(3\), not {segments}"

@@ -91,31 +91,67 @@ def test_without_preserving_the_draws_are_free() -> None:
     assert seen[2] == seen[3]
 
 
-def test_two_threads_that_draw_are_told_rather_than_given_other_masks() -> None:
+def fails(x):
+    raise NotImplementedError
+
+
+def fails_inside(x):
+    with contextlib.suppress(NotImplementedError):
+        checkpoint(fails, x)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(
+    "before", [lambda x: None, lambda x: checkpoint(torch.sin, x), fails_inside], ids=["", "region", "failing region"]
+)
+@pytest.mark.parametrize("met", ["forward", "recompute"])
+def test_two_threads_that_draw_are_told_rather_than_given_other_masks(met, before, use_reentrant) -> None:
     """The default generator is one for all threads: what was drawn between two draws cannot be known."""
-    barrier = threading.Barrier(2)
-    errors = []
 
-    def layer(x):
-        barrier.wait(10)
-        y = F.dropout(x, 0.5)
-        barrier.wait(10)
-        return y.exp()
+    def told() -> list[str]:
+        came, inside, errors = threading.Condition(), set(), []
+        number = 1  # of threads that meet
 
-    def train():
-        y = checkpoint(layer, leaf()).sum()
-        for _ in range(2):  # what the first recompute made, a second backward may not take
-            try:
-                y.backward(retain_graph=True)
-            except MismatchError as error:
-                errors.append(str(error))
+        def layer(x):
+            before(x)
+            with came:
+                inside.add(threading.get_ident())
+                came.notify_all()
+                assert came.wait_for(lambda: len(inside) >= number, 10)
+            return F.dropout(x, 0.5).exp()
 
-    threads = [threading.Thread(target=train) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(errors) == 4
+        def backward(y):
+            for _ in range(1 + (met == "forward")):  # what the first recompute made, a second backward may not take
+                try:
+                    y.sum().backward(retain_graph=True)
+                except MismatchError as error:
+                    errors.append(str(error))
+
+        def twice(work, together):
+            """Alone, or so that the first is inside, behind its inner region, when the second comes."""
+            nonlocal number
+            number = 1 + together
+            inside.clear()
+            threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
+            for thread in threads:
+                thread.start()
+                if together:
+                    with came:
+                        came.wait_for(lambda: inside, 10)
+                else:
+                    thread.join()
+            for thread in threads:
+                thread.join()
+
+        regions = {}
+        forward = functools.partial(checkpoint, layer, leaf(), use_reentrant=use_reentrant)
+        twice(lambda n: regions.update({n: forward()}), met == "forward")
+        twice(lambda n: backward(regions[n]), met == "recompute")
+        return errors
+
+    for _ in range(2):  # also when it is not the first time
+        errors = told()
+        assert len(errors) == 2 + 2 * (met == "forward")
     first, _, way_out = errors[0].partition("\n")
     assert "draws random numbers while another thread is inside a checkpointed layer too" in first
     assert "recompute_once" in way_out
@@ -305,10 +341,21 @@ def ranked(x):
     return values
 
 
+def ranked_first(x):
+    """Asks for the phase before anything is saved."""
+    assert doing_recompute() in (True, False)
+    return ranked(x)
+
+
+def noise_like(x):
+    return x * torch.rand_like(x)
+
+
 LAYOUTS = {
     "in the layer": lambda x: F.dropout(ranked(x.t() * 2), 0.5).exp(),
     "around a region": lambda x: F.dropout(checkpoint(ranked, x.t() * 2), 0.5).exp(),
     "before another save": lambda x: ranked(F.dropout(recompute_first(x.t() * 2), 0.5)).exp(),
+    "of the only tensor": lambda x: noise_like(ranked_first(x.detach().t() * 2)) * x,
     "in a region inside": lambda x: checkpoint(lambda x: F.dropout(ranked(x), 0.5).exp(), x.t() * 2),
     "in a reentrant region inside": lambda x: checkpoint(
         lambda x: F.dropout(ranked(x), 0.5).exp(), x.t() * 2, use_reentrant=True
@@ -336,14 +383,20 @@ def test_random_numbers_for_memory_of_another_order_are_refused(where, use_reent
     assert "by .contiguous() on what they give" in str(caught.value).splitlines()[-1]
 
 
+@pytest.mark.parametrize("first", [False, True], ids=["later", "at once"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_layer_that_asks_for_its_phase_once_in_its_life(use_reentrant) -> None:
+def test_a_layer_that_asks_for_its_phase_once_in_its_life(use_reentrant, first) -> None:
     """Its recompute does not ask, and does the same all the same."""
 
-    def layer(x):
-        h = torch.tanh(x.t())
+    def ask():
         if not told:
             told.append(doing_recompute())
+
+    def layer(x):
+        if first:
+            ask()
+        h = torch.tanh(x.t())
+        ask()
         return F.dropout(h, 0.5).exp() @ x
 
     def gradient(call):

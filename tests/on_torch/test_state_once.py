@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -220,16 +221,16 @@ def test_where_modules_are_found(way) -> None:
     def scenario(way):
         global somewhere
         somewhere = Moving()
-        held = [Moving() for _ in range(6)]
+        held = [Moving() for _ in range(8)]
         blocks, named = held[:2], {"a": held[2]}
         partial = functools.partial(lambda module, x: module(x), held[3])
 
         def layer(x, module, modules):
-            x = somewhere(partial(modules[0](module(x))))
+            x = modules[2](modules[1](somewhere(partial(modules[0](module(x))))))
             return named["a"](blocks[1](blocks[0](x)))
 
         x = leaf(T, D)
-        y = way(layer, x, held[4], modules=[held[5]])
+        y = way(layer, x, held[4], modules=[held[5], held[6], held[7].forward])
         y.sum().backward()
         return y, x.grad, [list(module.buffers()) for module in (*held, somewhere)]
 
@@ -254,6 +255,61 @@ def test_a_guarded_update_is_right_too() -> None:
     same(five_steps(Guarded, reentrant), five_steps(Guarded, plain))
 
 
+@pytest.mark.parametrize("early_stop", [False, True])
+def test_a_buffer_moved_behind_all_that_backward_needs(early_stop) -> None:
+    """Only a recompute that goes on to there shows that its first values were not the forward's."""
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(256))
+            self.runs = 0
+
+        def forward(self, x):
+            self.runs += 1
+            phase = doing_recompute()
+            y = (x * self.scale.clone()).exp()
+            self.scale += 0.5
+            return y if phase else y.clone()
+
+    def scenario(way):
+        layer, result = Last(), []
+        for _ in range(2):
+            x = leaf(128, 256)
+            y = way(layer, x)
+            y.sum().backward()
+            result += [y, x.grad, layer.scale.clone()]
+            runs.append(layer.runs)
+        return result
+
+    runs: list[int] = []
+    want = scenario(plain)
+    for way in (functools.partial(checkpoint, early_stop=early_stop), reentrant):
+        runs.clear()
+        same(scenario(way), want)
+        assert runs == [3, 5]  # the first step is recomputed twice, and from then on it is known
+
+
+def test_a_layer_that_moves_its_buffers_in_the_forward_alone_is_recomputed_whole_once() -> None:
+    class Guarded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("rows", torch.zeros(()))
+
+        def forward(self, x):
+            if not doing_recompute():
+                self.rows += 1
+            y = x.exp()
+            ends.append(doing_recompute())
+            return y
+
+    layer, ends = Guarded(), []
+    for _ in range(3):
+        checkpoint(layer, leaf(256, 256)).sum().backward()
+    assert ends == [False, True, False, False]
+    assert layer.rows == 3
+
+
 @pytest.mark.parametrize("aside", [recompute_once, update_once, keep], ids=lambda word: word.__name__)
 @pytest.mark.parametrize("way", ENGINES)
 def test_what_a_part_left_out_wrote_is_there(aside, way) -> None:
@@ -265,16 +321,19 @@ def test_what_a_part_left_out_wrote_is_there(aside, way) -> None:
             self.register_buffer("scale", torch.ones(D))
             self.register_buffer("calls", torch.zeros(()))
             self.weight = nn.Parameter(torch.ones(D))
+            self.beside = nn.Module()  # whose buffer has the same name
+            self.beside.register_buffer("calls", torch.zeros(()))
 
         def move(self, x):
             self.scale.mul_(0.5).add_(x.abs().mean(0))
             self.calls = self.calls + 1
+            self.beside.calls += 3
 
         def inner(self, x):
             x = x * self.scale.clone()
             aside(self.move, x.detach())
             self.scale.add_(0.1)
-            return (x * self.weight * self.scale.clone() + self.calls).sin()
+            return (x * self.weight * self.scale.clone() + self.calls - self.beside.calls.clone()).sin()
 
         def forward(self, x):
             return checkpoint(self.inner, self.inner(x) + self.calls).tanh()
@@ -389,6 +448,24 @@ def test_what_a_forward_holds_goes_with_its_graph() -> None:
         assert before() is None
     finally:
         gc.enable()
+
+
+def test_what_is_known_of_a_module_goes_with_it() -> None:
+    from roundpipe_torch._buffers import _changing, _repeating
+
+    def known() -> list[int]:
+        return [len(notes._held) for notes in (_changing, _repeating)]
+
+    def asks(x, layer):
+        return layer(x) if doing_recompute() else layer(x).clone()
+
+    gc.collect()
+    before, layer = known(), Moving(rows=1 << 14)
+    checkpoint(asks, leaf(T, D), layer).sum().backward()
+    assert known() == [n + 1 for n in before]
+    del layer
+    gc.collect()
+    assert known() == before
 
 
 def test_functional_call_with_other_buffers() -> None:
@@ -530,14 +607,39 @@ def test_a_buffer_that_carries_gradient_is_part_of_the_graph() -> None:
     same(scenario(reentrant), scenario(plain))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_scripted_modules_run() -> None:
+def test_a_buffer_dropped_or_made_part_of_the_graph_before_a_decision() -> None:
+    class Replacing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(leaf(D, seed=3).detach())
+            self.register_buffer("gone", torch.full((D,), 2.0))
+            self.register_buffer("scale", torch.ones(D))
+
+        def forward(self, x):
+            h = x * self.gone * self.scale
+            self.gone, self.scale = None, self.weight.sin()
+            (shift,) = save_for_recompute(h.detach().max())
+            return (h * self.scale + shift).exp()
+
     def scenario(way):
-        torch.manual_seed(0)
-        layer, x = torch.jit.script(nn.Sequential(nn.Linear(D, D), nn.Tanh())), leaf(T, D)
+        layer, x = Replacing(), leaf(T, D)
         y = way(layer, x)
         y.sum().backward()
-        return y, x.grad
+        return y, x.grad, layer.weight.grad, layer.gone is None
+
+    same(scenario(checkpoint), scenario(plain))
+    same(scenario(reentrant), scenario(plain))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_scripted_modules_run_and_do_not_hide_those_beside_them() -> None:
+    def scenario(way):
+        torch.manual_seed(0)
+        scripted, x = torch.jit.script(nn.Sequential(nn.Linear(D, D), nn.Tanh())), leaf(T, D)
+        layer = nn.Sequential(Moving(), scripted, Moving())
+        y = way(layer, x)
+        y.sum().backward()
+        return y, x.grad, layer[0].calls, layer[2].calls
 
     same(scenario(reentrant), scenario(plain))  # whose optimizer changes the graph between runs
 
@@ -550,11 +652,17 @@ def _move(x):
 
 
 def test_modules_that_a_function_of_the_file_uses() -> None:
-    """The function that is checkpointed calls another one, wrapped by a third."""
+    """The function that is checkpointed calls another one, wrapped by a third, which may have it from anywhere."""
 
     @functools.wraps(_move)
     def wrapped(x):
         return _move(x)
+
+    hidden = SimpleNamespace(move=_move)
+
+    @functools.wraps(_move)
+    def looked_up(x):
+        return hidden.move(x)
 
     def scenario(way, function):
         _counted.load_state_dict({**Moving().state_dict(), "sum": torch.zeros(D)}, strict=False)
@@ -563,7 +671,7 @@ def test_modules_that_a_function_of_the_file_uses() -> None:
         y.sum().backward()
         return y, x.grad, _counted.calls.clone(), _counted.average.clone()
 
-    for function in (_move, wrapped):
+    for function in (_move, wrapped, looked_up, lambda x: _move(x)):
         same(scenario(checkpoint, function), scenario(plain, function))
         same(scenario(reentrant, function), scenario(plain, function))
 

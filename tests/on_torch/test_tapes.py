@@ -268,6 +268,24 @@ def test_fewer_rows_are_refused_before_the_layer_runs() -> None:
         net(x)
 
 
+def test_a_layer_without_arguments() -> None:
+    w = torch.randn(D, requires_grad=True)
+
+    def layer() -> torch.Tensor:
+        (order,) = save_for_recompute(w.detach().argsort())
+        return w.exp()[order[:K]]
+
+    with record() as tape:
+        want = checkpoint(layer)
+    with torch.no_grad():
+        w.neg_()
+    with replay(tape):
+        got = checkpoint(layer)
+    (grad,) = torch.autograd.grad(got.sum(), w)
+    assert torch.allclose(got, 1 / want)
+    assert grad.count_nonzero() == K
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.uint8])
 def test_narrow_integers_of_another_maker_arrive_as_indices(dtype: torch.dtype) -> None:
     net, x = model("once"), torch.randn(T, D)
