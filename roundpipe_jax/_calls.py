@@ -17,7 +17,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr
@@ -56,6 +56,8 @@ from ._taped import Taped, reads, without_axes
 from ._verify import verified
 
 __all__ = ["Call", "Mode", "Options", "Verify", "labelled"]
+
+T = TypeVar("T")
 
 Mode = Literal["checkpoint", "custom_vjp"]
 Verify = Literal["off", "warn", "raise"]
@@ -128,14 +130,24 @@ class Layer(NamedTuple):
         args, kwargs = _arguments.without_static(*self.arguments.join(arrays))
         return self.fun()(*args, **kwargs)
 
-    def started(self, attempt: Callable[[bool], Any]) -> Any:
-        """`attempt(False)`, or `attempt(True)` if it turns out that its traces have to be its own."""
-        if not hinted("fresh", self.kind):
-            try:
-                return attempt(False)
-            except NeedsFreshTraces:
-                hint("fresh", self.kind)
-        return attempt(True)
+    @property
+    def fresh(self) -> bool:
+        """Whether its inner traces have to be its own, as far as is known."""
+        return hinted("fresh", self.kind)
+
+    def begun(self, stage: Callable[[], T]) -> T:
+        """`stage()`; again if it turns out that the inner traces have to be the layer's own.
+
+        All that was traced is given up with it: in there is what was decided so far.
+        """
+        known = self.fresh
+        try:
+            return stage()
+        except NeedsFreshTraces:
+            if known:
+                raise
+        hint("fresh", self.kind)
+        return self.begun(stage)
 
     def forward(self, arrays: Sequence[Any], slot: Slot, *, fresh: bool, **options: Any) -> tuple[Any, JaxRun]:
         """The value of the forward, and the run it was."""
@@ -151,7 +163,7 @@ class Layer(NamedTuple):
     def forward_program(self, *arrays: Any) -> tuple[list[Any], list[Any], Held]:
         """To be traced: outputs, saved arrays, `Forward`."""
         names = not is_remat3()  # which cannot name under vmap
-        value, run = self.started(lambda fresh: self.forward(arrays, self.new_slot(), fresh=fresh, names=names))
+        value, run = self.forward(arrays, self.new_slot(), fresh=self.fresh, names=names)
         outputs, shape = split(value)
         saved: list[Any] = []
         template = Template(run.slot, saved)
@@ -177,7 +189,8 @@ class Layer(NamedTuple):
 
     def recompute_program(self, template: Template, saved: Sequence[Any], arrays: Sequence[Any]) -> Any:
         """To be traced: outputs, `Recompute`."""
-        value = self.started(lambda fresh: self._recompute(template, saved, arrays, fresh))
+        slot = template.fill(Slot(self.label, orphan=template.orphan), saved)
+        value = execute(JaxRun(Phase.RECOMPUTE, slot, fresh=self.fresh), lambda: self.apply(arrays))
         outputs, shape = split(value)
         return outputs, Held(Recompute(shape))
 
@@ -189,15 +202,10 @@ class Layer(NamedTuple):
 
     def replayed_program(self, skeleton: Skeleton, saved: Sequence[Any], arrays: Sequence[Any]) -> Any:
         """To be traced: outputs, `Replay`."""
-
-        def attempt(fresh: bool) -> tuple[Any, JaxRun]:
-            tape = without_axes(skeleton.filled(saved, checked=True))
-            run = JaxRun(Phase.RECOMPUTE, TapedSlot(tape.root, tape), fresh=fresh, names=not is_remat3())
-            run.repeats = False
-            return execute(run, lambda: self.apply(arrays)), run
-
-        value, run = self.started(attempt)
-        outputs, shape = split(value)
+        tape = without_axes(skeleton.filled(saved, checked=True))
+        run = JaxRun(Phase.RECOMPUTE, TapedSlot(tape.root, tape), fresh=self.fresh, names=not is_remat3())
+        run.repeats = False
+        outputs, shape = split(execute(run, lambda: self.apply(arrays)))
         return outputs, Held(Replay(shape, run, saved))
 
     def replayed_inside(self, taped: Taped, saved: Sequence[Any], arrays: Sequence[Any]) -> Any:
@@ -211,10 +219,6 @@ class Layer(NamedTuple):
         program = stage(with_items, [*saved, *arrays])
         results, _ = run_with(program.jaxpr, program.consts, [*saved, *arrays], self.label, stacked=stacked)
         return results, program.out[1]
-
-    def _recompute(self, template: Template, saved: Sequence[Any], arrays: Sequence[Any], fresh: bool) -> Any:
-        slot = template.fill(Slot(self.label, orphan=template.orphan), saved)
-        return execute(JaxRun(Phase.RECOMPUTE, slot, fresh=fresh), lambda: self.apply(arrays))
 
 
 class Call:
@@ -351,13 +355,9 @@ class Call:
 
     def _forward_at_once(self, slot: Slot, cut: bool) -> Any:
         arrays = stop_gradients(self.arrays) if cut else self.arrays
-
-        def attempt(fresh: bool) -> Any:
-            slot.entries.clear()
-            slot.children.clear()
-            return self.layer.forward(arrays, slot, fresh=fresh, cut=cut, journal=Journal())[0]
-
-        return self.layer.started(attempt)
+        slot.entries.clear()
+        slot.children.clear()
+        return self.layer.forward(arrays, slot, fresh=self.layer.fresh, cut=cut, journal=Journal())[0]
 
     def _staged(self, slot: Slot) -> Any:
         program = self._program("forward", Layer.forward_program, self.arrays)
@@ -405,7 +405,8 @@ class Call:
         note(label_of(self.label), lane.recompute, saved, inputs, self.options.policy, tags=False, host=host)
         if self.options.verify != "off":
             decide = functools.partial(self.layer.decided_again, template)
-            verified(label_of(self.label), self.options.verify, decide, outputs, shape, saved, template, self.arrays)
+            label, how = label_of(self.label), self.options.verify
+            self.layer.begun(lambda: verified(label, how, decide, outputs, shape, saved, template, self.arrays))
         consts = forward.consts if forward is not None else []
         return shape.join(self._in_reverse(lambda: lane(outputs, saved, inputs, consts)))
 
@@ -632,20 +633,21 @@ class Call:
             policy=self.options.policy,
             prevent_cse=self.barrier is not False,
         )
-        outputs, found = checkpointed(saved, self.arrays)
+        outputs, found = self.layer.begun(lambda: checkpointed(saved, self.arrays))
         return found.value.shape.join(outputs)
 
     # ------------------------------------------------------------------------------------------- traces
 
     def _program(self, key: Hashable, function: Callable[..., Any], arrays: Sequence[Any]) -> Program:
         """The program of `function(layer, *arrays)`, from JAX's cache if the layer cannot have changed."""
-        if key is None or self.memory is None:
-            return stage(lambda *values: function(self.layer, *values), arrays)
-        key = (key, self.key, self.options.label)
-        known = self.memory.get(key)
-        if known is None:  # of threads that come here at once, one has its traces kept
-            known = self.memory.setdefault(key, Traces.of(_named(_held_weakly(self, function), self.fun)))
-        return stage(lambda *values: function(self.layer, *values), arrays, known)
+        known: Traces | None = None
+        if key is not None and self.memory is not None:
+            key = (key, self.key, self.options.label)
+            known = self.memory.get(key)
+            if known is None:  # of threads that come here at once, one has its traces kept
+                known = self.memory.setdefault(key, Traces.of(_named(_held_weakly(self, function), self.fun)))
+        program: Program = self.layer.begun(lambda: stage(lambda *values: function(self.layer, *values), arrays, known))
+        return program
 
 
 def _replayed_in(taped: Taped, layer: Layer, *values: Any) -> Any:

@@ -8,8 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 
-from roundpipe_jax import GradientError, doing_recompute, layer_scope, recompute_once, remat, save_for_recompute
+from roundpipe_jax import (
+    GradientError,
+    _staging,
+    doing_recompute,
+    layer_scope,
+    recompute_once,
+    remat,
+    save_for_recompute,
+)
 from tests.on_jax.oracle import LANES, STYLES, WAYS, W, X, bare, decided_once, gradient, in_lane, same
 
 ways = pytest.mark.parametrize("way", WAYS)
@@ -342,13 +351,24 @@ def inner_layer(save: Save, x: Any) -> Any:
     return remat(lambda x: scan(save, 0.1 * x * save(50, x)))(x) * save(60, x)
 
 
-@pytest.mark.parametrize("style", STYLES)
+def asks_in_a_scan(save: Save, x: Any) -> Any:
+    return lax.scan(lambda c, _: (jnp.sin(c) if doing_recompute() else jnp.sin(c) * 1, None), x, None, length=2)[0]
+
+
+@pytest.fixture
+def unknown() -> None:
+    """Layers begin as if nothing of them were known."""
+    _staging._hints.clear()
+
+
+@pytest.mark.usefixtures("unknown")
+@pytest.mark.parametrize(("style", "batched"), [*((style, False) for style in STYLES), ("once", True)])
 @pytest.mark.parametrize(
     "place",
-    [scan, vmapped, asks_in_a_jitted_function, saves_a_number_in_a_jitted_function, inner_layer],
+    [scan, vmapped, asks_in_a_scan, asks_in_a_jitted_function, saves_a_number_in_a_jitted_function, inner_layer],
     ids=lambda place: place.__name__,
 )
-def test_a_decision_before_the_place_that_makes_a_layer_start_over(place: Any, style: str) -> None:  # R8
+def test_a_decision_before_the_place_that_makes_a_layer_start_over(place: Any, style: str, batched: bool) -> None:  # R8
     def program(router: Any, wrap: Any) -> Any:
         def layer(x: Any) -> Any:
             def save(site: Any, c: Any) -> Any:
@@ -357,12 +377,32 @@ def test_a_decision_before_the_place_that_makes_a_layer_start_over(place: Any, s
             k = router.saved("plain" if wrap is bare else style, 100, x, name="before")
             return (place(save, x * k) if wrap is not bare or place is not inner_layer else flat(save, x * k)) * k
 
-        return gradient(wrap(layer))(X)
+        slopes = gradient(wrap(layer))
+        return jax.vmap(slopes)(jnp.stack([X, -X])) if batched else slopes(X)
 
     def flat(save: Save, x: Any) -> Any:
         return scan(save, 0.1 * x * save(50, x)) * save(60, x)
 
     decided_once(program, remat)
+
+
+@pytest.mark.usefixtures("unknown")
+def test_an_effect_before_that_place_happens_once_a_step() -> None:  # R8
+    made: list[int] = []
+
+    def answer() -> Any:
+        made.append(1)
+        return np.float32(len(made))
+
+    def layer(x: Any) -> Any:
+        k = recompute_once(lambda: io_callback(answer, jax.ShapeDtypeStruct((), jnp.float32), ordered=True))
+        return asks_in_a_scan(lambda n, c: None, x * k)
+
+    step = jax.jit(jax.grad(lambda x: remat(layer)(x).sum()))
+    for n in (1, 2):
+        got = step(X)
+        assert made == [1] * n
+        same(got, jax.grad(lambda x, n=n: jnp.sin(jnp.sin(x * n)).sum())(X))
 
 
 def test_a_decision_of_the_host_is_made_once_in_recompute_once() -> None:  # R8
