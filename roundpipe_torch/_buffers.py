@@ -5,8 +5,11 @@ it gets copies to change, with the values that the forward found. Where it leave
 the copies get the values that the forward had after that part, as random numbers do (R7).
 
 A layer that asks for its phase may leave out any part, and counts on finding what its forward left. There the copies
-have the values of now. Unless its recompute turns out to change one too: then no part was left out that did, and the
-recompute begins anew, with the values of then.
+have the values at its end. Unless its recompute turns out to change one too: then no part was left out that did, and
+the recompute begins anew, with the values of then.
+
+What no forward changes is not copied if it is large. If others change it before the recompute, the old values are gone,
+and the recompute may not read it.
 
 A buffer is replaced for the time of the recompute, not written: others may have saved it for their backward.
 """
@@ -21,10 +24,12 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
+from roundpipe_core import MutationError
 from roundpipe_core._slots import Slot
+from roundpipe_core._trees import flatten
 
-from ._errors import buffer_unknown
-from ._state import modules_of
+from ._errors import buffer_changed, buffer_unknown
+from ._state import Watch, modules_of
 from ._views import version_of
 
 __all__ = ["Buffers", "Moved", "copies", "not_misled"]
@@ -73,7 +78,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 class _Buffer:
     """One buffer, when the forward began."""
 
-    __slots__ = ("_noted", "before", "module", "name", "seen", "tensor", "version")
+    __slots__ = ("_noted", "after", "before", "module", "name", "seen", "tensor", "version")
 
     def __init__(self, module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
         self.module, self.name, self.tensor = module, name, tensor
@@ -81,6 +86,7 @@ class _Buffer:
         self.seen = False  # to have changed
         self._noted: tuple[int, int, torch.Tensor] | None = None  # the last value asked for, and what it was made of
         self.before: torch.Tensor | None = None
+        self.after: torch.Tensor | None = None  # when the forward of a layer that asks for its phase was over
         if isinstance(module, _NormBase):
             return  # what it gives does not depend on them in training, and does not change them in evaluation
         self.version = version_of(tensor)
@@ -99,8 +105,15 @@ class _Buffer:
             self._noted = id(now), version, _copied(now)
         return self._noted[2]
 
-    def settle(self) -> bool:
-        """Whether the forward changed it, as far as that can be seen."""
+    def settle(self, told: bool) -> bool:
+        """Whether the forward changed it, as far as that can be seen. `told`: the layer knows its phase."""
+        changed = self._settled()
+        now = self.module._buffers.get(self.name)
+        if changed and told and now is not None and not isinstance(self.module, _NormBase):
+            self.after = _copied(now)
+        return changed
+
+    def _settled(self) -> bool:
         if self.module._buffers.get(self.name) is not self.tensor:  # another tensor took its place
             if version_of(self.tensor) == self.version:
                 self.before = self.tensor
@@ -117,23 +130,39 @@ class _Buffer:
 
     def copy(self, layer: str, as_before: bool) -> torch.Tensor:
         """What a recompute may change in its place."""
-        now = self.module._buffers[self.name]
         if as_before and self.before is not None:
             return _copied(self.before)
         if as_before and not isinstance(self.module, _NormBase):
             # A write that nobody could foresee, to a buffer too large to be copied each time for nothing.
             raise buffer_unknown(layer, type(self.module).__qualname__, self.name)
+        return self.of_now() if self.after is None else _copied(self.after)
+
+    def of_now(self) -> torch.Tensor:
+        """A copy of its values now."""
+        now = self.module._buffers[self.name]
         return self.tensor if now is None else _copied(now)
+
+    def changed_since(self) -> bool:
+        """Whether others have changed what the forward left as it was."""
+        now = self.module._buffers.get(self.name)
+        return now is not None and (now is not self.tensor or version_of(now) != self.version)
+
+    def then(self) -> torch.Tensor | None:
+        """A copy of its values when the forward began, if somebody still has them."""
+        if self.before is not None:
+            return _copied(self.before)
+        return _copied(self.tensor) if version_of(self.tensor) == self.version else None
 
 
 class Buffers:
     """The buffers that a region's forward can reach; once it is over, those that it may have changed."""
 
-    __slots__ = ("_changed", "_watched", "misled", "replaced")
+    __slots__ = ("_changed", "_same", "_watched", "misled", "replaced")
 
     def __init__(self, watched: list[_Buffer]) -> None:
         self._watched = watched
         self._changed: list[_Buffer] = []
+        self._same: list[_Buffer] = []  # those that the forward left as they were, and that are not copied
         self.replaced: list[tuple[torch.nn.Module, str, Any]] = []  # what was where a copy is now
         self.misled = False  # whether the last recompute began with values that it should not have had
 
@@ -143,9 +172,13 @@ class Buffers:
         watched = [_Buffer(*found) for found in _found(function, arguments)]
         return cls(watched) if watched else None
 
-    def settle(self) -> None:
-        """The forward is over."""
-        self._changed = [buffer for buffer in self._watched if buffer.settle()]
+    def settle(self, told: bool) -> None:
+        """The forward is over. `told`: the layer knows its phase."""
+        for buffer in self._watched:
+            if buffer.settle(told):
+                self._changed.append(buffer)
+            elif not isinstance(buffer.module, _NormBase):
+                self._same.append(buffer)
         self._watched = []
 
     def moved(self) -> Iterator[Moved]:
@@ -188,26 +221,37 @@ class Buffers:
     @contextlib.contextmanager
     def copies_of_now(self, layer: str) -> Iterator[None]:
         """Let the modules have copies as they are now."""
-        with self._swap(layer, told=True):
+        with self._swap(layer, told=True, now=True):
             yield
 
     @contextlib.contextmanager
-    def _swap(self, layer: str, told: bool) -> Iterator[list[tuple[_Buffer, torch.Tensor, int]]]:
+    def _swap(self, layer: str, told: bool, now: bool = False) -> Iterator[list[tuple[_Buffer, torch.Tensor, int]]]:
         put_in: list[tuple[_Buffer, torch.Tensor, int]] = []
         count = len(self.replaced)
         # A layer that differentiates inside itself is recomputed before its forward is over.
-        changed = self._changed or [buffer for buffer in self._watched if buffer.settle()]
+        changed = self._changed or [buffer for buffer in self._watched if buffer.settle(told=False)]
+        lost: list[_Buffer] = []
         try:
             for buffer in changed:
                 if buffer.name in buffer.module._buffers:
-                    now = buffer.module._buffers[buffer.name]
-                    copy = buffer.copy(layer, _as_before(buffer.module, buffer.name, told))
+                    as_before = _as_before(buffer.module, buffer.name, told)
+                    copy = buffer.of_now() if now else buffer.copy(layer, as_before)
                     put_in.append((buffer, copy, version_of(copy)))
-                    self.replaced.append((buffer.module, buffer.name, now))
-                    buffer.module._buffers[buffer.name] = copy
-            yield put_in
+                    self._put_in(buffer, copy)
+            for buffer in () if now else filter(_Buffer.changed_since, self._same):
+                old = buffer.then()
+                if old is None:
+                    lost.append(buffer)
+                else:
+                    self._put_in(buffer, old)
+            with _Unread(layer, lost) if lost else _NO_CONTEXT:
+                yield put_in
         finally:
             self.put_back(count)
+
+    def _put_in(self, buffer: _Buffer, copy: torch.Tensor) -> None:
+        self.replaced.append((buffer.module, buffer.name, buffer.module._buffers[buffer.name]))
+        buffer.module._buffers[buffer.name] = copy
 
     def _learn(self, put_in: list[tuple[_Buffer, torch.Tensor, int]], told: bool, whole: bool) -> None:
         """Note which buffers a recompute has changed, a `whole` one or the begin of one."""
@@ -220,6 +264,40 @@ class Buffers:
                 self.misled = True  # it began with the value of now
             if changes or whole:
                 known[buffer.name] = changes
+
+
+class _Unread(Watch):  # type: ignore[no-untyped-call]
+    """Refuses to read buffers whose values when the forward began nobody has any more."""
+
+    def __init__(self, layer: str, lost: list[_Buffer]) -> None:
+        super().__init__()
+        self._layer = layer
+        self._lost = {_storage(buffer.module._buffers[buffer.name]): buffer for buffer in lost}
+        self._fault: MutationError | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves: list[Any] = []
+        flatten((args, kwargs), leaves)
+        for leaf in leaves:
+            buffer = self._lost.get(_storage(leaf)) if isinstance(leaf, torch.Tensor) else None
+            if buffer is not None:
+                module = buffer.module
+                _changing.of(module)[buffer.name, module.training] = True  # from now on it is copied in time
+                self._fault = buffer_changed(self._layer, type(module).__qualname__, buffer.name)
+                raise self._fault
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if self._fault is not None and error[1] is not self._fault:  # the layer caught it
+            raise self._fault
+
+
+def _storage(tensor: Any) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # a sparse one, or one of a class that wraps others
+        return 0
 
 
 def _as_before(module: torch.nn.Module, name: str, told: bool) -> bool:

@@ -321,6 +321,19 @@ def buffer_unknown(layer: str, module: str, name: str) -> MutationError:
     )
 
 
+def buffer_changed(layer: str, module: str, name: str) -> MutationError:
+    """A large buffer is not what the forward found, and the recompute wants to read it."""
+    return MutationError(
+        message(
+            f"layer {layer!r}: buffer {name!r} of {module} was changed after the forward, and the recompute reads it. "
+            "It is too large to be copied in each forward, so its old values are gone.",
+            [],
+            "change it after backward; or go on, for from the next forward on this one is copied; or pass it to the "
+            "layer as an argument.",
+        )
+    )
+
+
 def captured(layer: str, name: str, place: Place) -> MismatchError:
     """A function kept under the second engine uses a tensor that it was not given."""
     return MismatchError(

@@ -170,7 +170,7 @@ class Frame:
         finally:
             self._crowded = visit.end()
         if self._buffers is not None:
-            self._buffers.settle()
+            self._buffers.settle(self.trace.told_at >= 0)
         if self._generators and self._generators.missed():
             raise started_inside(self.slot.label)
         if outputs is _NOTHING:

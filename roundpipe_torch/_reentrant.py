@@ -119,7 +119,7 @@ class _Region:
         finally:
             self.crowded = visit.end()
         if self.buffers is not None:
-            self.buffers.settle()
+            self.buffers.settle(self.trace.told_at >= 0)
         self.hooked = run.hooked + [
             found._replace(tensor=None) for found in hooked_since(mark, self.function, *self._given(tensors))
         ]

@@ -26,6 +26,7 @@ __all__ = [
     "DrawWatch",
     "Generators",
     "Visit",
+    "Watch",
     "default_generators",
     "generators_of",
     "modules_of",
@@ -132,12 +133,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=Visit.forked)
 
 
-class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notices draws from default generators."""
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operation of a recompute."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.drew = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -147,6 +147,14 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def ignore_compile_internals(cls) -> bool:
         """What a compiled layer runs is seen too; other modes keep a layer from being run compiled."""
         return True
+
+
+class DrawWatch(Watch):  # type: ignore[no-untyped-call]
+    """Notices draws from default generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drew = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -217,8 +225,8 @@ _MOST_SEARCHED = 256
 def modules_of(function: Any, leaves: Iterable[Any]) -> Iterator[torch.nn.Module]:
     """The modules that a call can reach.
 
-    They are itself, its bound object, its partial, its closure, modules among the globals that it names and what
-    functions among these can reach, its arguments, and what of these is in a list, tuple or dict.
+    They are itself, its bound object, its partial, its closure and defaults, modules among the globals that it names
+    and what functions among these can reach, its arguments, and what of these is in a list, tuple or dict.
     """
     return (found for found in _reached(function, leaves) if isinstance(found, torch.nn.Module))
 
@@ -254,6 +262,7 @@ def _reached(function: Any, leaves: Iterable[Any]) -> Iterator[Any]:
         elif isinstance(found, types.FunctionType):
             if found.__dict__:
                 waiting.append(found.__dict__.get("__wrapped__"))
+            waiting += [*(found.__defaults__ or ()), *(found.__kwdefaults__ or {}).values()]
             for cell in found.__closure__ or ():
                 with contextlib.suppress(ValueError):  # a cell that is not filled yet
                     waiting.append(cell.cell_contents)
