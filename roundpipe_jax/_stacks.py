@@ -78,7 +78,8 @@ class _Recorded(Stack):
 
     def _kept(self, array: Any) -> Any:
         if isinstance(self.run, JaxRun) and self.run.marks is not None:  # in a region, whose program is marked
-            return self.run.marks.mark(named(array, SAVED))
+            marks = self.run.marks
+            return marks.names([marks.mark(named(array, SAVED))])[0]
         return array
 
 

@@ -157,7 +157,7 @@ EACH_KIND = [
 ]
 
 
-@pytest.mark.parametrize("value", EACH_KIND, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("value", EACH_KIND, ids=[f"{n} {type(one).__name__}" for n, one in enumerate(EACH_KIND)])
 def test_each_kind_of_value_comes_back(tmp_path: Path, value: Any) -> None:
     assert alike(data_of(back(saved(value, [value]), tmp_path)), (value, [value]))
 

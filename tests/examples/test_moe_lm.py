@@ -75,7 +75,7 @@ def test_flips_are_seen_where_the_router_runs_again(ways: dict[str, dict[str, An
 
 
 def test_ours_holds_what_torchs_holds_the_decision_and_the_bias(ways: dict[str, dict[str, Any]]) -> None:
-    biases = 2 * 8 * 4  # of 8 experts, before and after: the recompute finds a buffer as the forward did
+    biases = 3 * 8 * 4  # of 8 experts, before and after: a recompute finds a buffer as its forward found or left it
     ours = ways["ours"]["bytes_held"]
     assert [n - ways["ours"]["bytes_saved"] - biases for n in ours] == ways["torch"]["bytes_held"]
     assert max(ours) < min(ways["none"]["bytes_held"]) / 2
