@@ -363,8 +363,7 @@ def _read(file: FileIO, begin: int) -> _Read:
 
     def read(kept: Held) -> bytes:
         file.seek(begin + kept.begin)
-        data = read_exactly(file, kept.end - kept.begin)
-        return _whole(data, kept)
+        return _whole(read_exactly(file, kept.end - kept.begin), kept)
 
     return read
 

@@ -209,49 +209,44 @@ class Buffers:
     @contextlib.contextmanager
     def copies(self, layer: str, told: bool) -> Iterator[None]:
         """Let the modules have copies. `told`: the layer knows its phase."""
-        with self._swap(layer, told) as put_in:
-            self.misled = False
+        self.misled = False
+        copies = [
+            (buffer, buffer.copy(layer, _as_before(buffer.module, buffer.name, told))) for buffer in self._moving()
+        ]
+        begun = [(buffer, copy, version_of(copy)) for buffer, copy in copies]
+        older = [(buffer, buffer.then()) for buffer in self._same if buffer.changed_since()]
+        lost = [buffer for buffer, old in older if old is None]
+        copies += [(buffer, old) for buffer, old in older if old is not None]
+        with self._swap(copies), _Unread(layer, lost) if lost else _NO_CONTEXT:
             try:
                 yield
             except BaseException:
-                self._learn(put_in, told, whole=False)
+                self._learn(begun, told, whole=False)
                 raise
-            self._learn(put_in, told, whole=True)
+            self._learn(begun, told, whole=True)
 
     @contextlib.contextmanager
-    def copies_of_now(self, layer: str) -> Iterator[None]:
+    def copies_of_now(self) -> Iterator[None]:
         """Let the modules have copies as they are now."""
-        with self._swap(layer, told=True, now=True):
+        with self._swap([(buffer, buffer.of_now()) for buffer in self._moving()]):
             yield
 
-    @contextlib.contextmanager
-    def _swap(self, layer: str, told: bool, now: bool = False) -> Iterator[list[tuple[_Buffer, torch.Tensor, int]]]:
-        put_in: list[tuple[_Buffer, torch.Tensor, int]] = []
-        count = len(self.replaced)
+    def _moving(self) -> list[_Buffer]:
+        """Those that the forward may have changed, as far as it has got, and that are still there."""
         # A layer that differentiates inside itself is recomputed before its forward is over.
         changed = self._changed or [buffer for buffer in self._watched if buffer.settle(told=False)]
-        lost: list[_Buffer] = []
+        return [buffer for buffer in changed if buffer.name in buffer.module._buffers]
+
+    @contextlib.contextmanager
+    def _swap(self, copies: Iterable[tuple[_Buffer, torch.Tensor]]) -> Iterator[None]:
+        count = len(self.replaced)
         try:
-            for buffer in changed:
-                if buffer.name in buffer.module._buffers:
-                    as_before = _as_before(buffer.module, buffer.name, told)
-                    copy = buffer.of_now() if now else buffer.copy(layer, as_before)
-                    put_in.append((buffer, copy, version_of(copy)))
-                    self._put_in(buffer, copy)
-            for buffer in () if now else filter(_Buffer.changed_since, self._same):
-                old = buffer.then()
-                if old is None:
-                    lost.append(buffer)
-                else:
-                    self._put_in(buffer, old)
-            with _Unread(layer, lost) if lost else _NO_CONTEXT:
-                yield put_in
+            for buffer, copy in copies:
+                self.replaced.append((buffer.module, buffer.name, buffer.module._buffers[buffer.name]))
+                buffer.module._buffers[buffer.name] = copy
+            yield
         finally:
             self.put_back(count)
-
-    def _put_in(self, buffer: _Buffer, copy: torch.Tensor) -> None:
-        self.replaced.append((buffer.module, buffer.name, buffer.module._buffers[buffer.name]))
-        buffer.module._buffers[buffer.name] = copy
 
     def _learn(self, put_in: list[tuple[_Buffer, torch.Tensor, int]], told: bool, whole: bool) -> None:
         """Note which buffers a recompute has changed, a `whole` one or the begin of one."""

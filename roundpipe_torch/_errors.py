@@ -327,7 +327,7 @@ def buffer_changed(layer: str, module: str, name: str) -> MutationError:
         message(
             f"layer {layer!r}: buffer {name!r} of {module} was changed after the forward, and the recompute reads it. "
             "It is too large to be copied in each forward, so its old values are gone.",
-            [],
+            [("read at", user_line())],
             "change it after backward; or go on, for from the next forward on this one is copied; or pass it to the "
             "layer as an argument.",
         )

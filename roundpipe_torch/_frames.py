@@ -39,7 +39,7 @@ from ._errors import (
     started_inside,
     tensor_changed,
 )
-from ._hooks import Hooked, hooked_since, now, resting
+from ._hooks import Hooked, left_since, now, resting
 from ._inputs import Inputs
 from ._keep import forget_with
 from ._matching import Leaf, Pairs, Trace, cheap_tail, match, match_aligned, node_count, node_names, region_codes
@@ -175,9 +175,7 @@ class Frame:
             raise started_inside(self.slot.label)
         if outputs is _NOTHING:
             raise context_swallowed(self.slot.label)
-        self._hooked = run.hooked + [
-            found._replace(tensor=None) for found in hooked_since(mark, self._function, args, kwargs)
-        ]
+        self._hooked = run.hooked + left_since(mark, self._function, args, kwargs)
         self._parcel = run.parcel
         if self.slot.rows is not None and not isinstance(outer, TorchRun):
             forget_with(self, self.slot)
@@ -323,7 +321,7 @@ class Frame:
             return None
         self._verified = True
         run = TorchRun(Phase.AUDIT, self.slot, None, None)
-        found = _NO_CONTEXT if self._buffers is None else self._buffers.copies_of_now(self.slot.label)
+        found = _NO_CONTEXT if self._buffers is None else self._buffers.copies_of_now()
         with found:  # as a plain recompute would find them
             return Audit(self._function, args, kwargs, run, self._generators)
 

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ._inputs import tensors_in
 from ._state import tensors_of
 
-__all__ = ["Hooked", "hooked_since", "is_hooked", "now", "resting"]
+__all__ = ["Hooked", "hooked_since", "is_hooked", "left_since", "now", "resting"]
 
 _Hooks = MutableMapping[int, Callable[..., Any]]
 
@@ -50,6 +50,11 @@ def hooked_since(
         if new and id(hooks) not in seen:
             seen.add(id(hooks))
             yield Hooked(tensor, tensor.is_leaf, hooks, new)
+
+
+def left_since(mark: int, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Hooked]:
+    """The same for one who outlives the tensors."""
+    return [found._replace(tensor=None) for found in hooked_since(mark, function, args, kwargs)]
 
 
 def is_hooked(tensor: torch.Tensor) -> bool:

@@ -32,7 +32,7 @@ from ._errors import (
     wrong_option,
 )
 from ._frames import Options
-from ._hooks import Hooked, hooked_since, now, resting
+from ._hooks import Hooked, left_since, now, resting
 from ._keep import forget_with, release
 from ._matching import Trace, other_layout, region_codes
 from ._offload import Parcel
@@ -120,9 +120,7 @@ class _Region:
             self.crowded = visit.end()
         if self.buffers is not None:
             self.buffers.settle(self.trace.told_at >= 0)
-        self.hooked = run.hooked + [
-            found._replace(tensor=None) for found in hooked_since(mark, self.function, *self._given(tensors))
-        ]
+        self.hooked = run.hooked + left_since(mark, self.function, *self._given(tensors))
         self.parcel = run.parcel
         if self.slot.rows is not None and not isinstance(thread.run, TorchRun):
             forget_with(self, self.slot)

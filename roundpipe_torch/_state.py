@@ -262,7 +262,8 @@ def _reached(function: Any, leaves: Iterable[Any]) -> Iterator[Any]:
         elif isinstance(found, types.FunctionType):
             if found.__dict__:
                 waiting.append(found.__dict__.get("__wrapped__"))
-            waiting += [*(found.__defaults__ or ()), *(found.__kwdefaults__ or {}).values()]
+            waiting += found.__defaults__ or ()
+            waiting += found.__kwdefaults__.values() if found.__kwdefaults__ else ()
             for cell in found.__closure__ or ():
                 with contextlib.suppress(ValueError):  # a cell that is not filled yet
                     waiting.append(cell.cell_contents)

@@ -1,6 +1,7 @@
 """Buffers that other code changes between a layer's forward and its recompute. Oracle: the layer as it was, without."""
 
 import contextlib
+import inspect
 
 import pytest
 import torch
@@ -43,6 +44,11 @@ def written(module):
 
 def replaced(module):
     module.scale = module.scale * 2
+
+
+def line_of(function, text):
+    lines, first = inspect.getsourcelines(function)
+    return first + next(n for n, line in enumerate(lines) if text in line)
 
 
 def step(module, change, use_reentrant=False, layer=None):
@@ -102,6 +108,7 @@ def test_a_large_buffer_that_is_gone_is_told_once_and_kept_from_then_on(catches,
     assert text == (
         "buffer 'scale' of Scaled was changed after the forward, and the recompute "
         "reads it. It is too large to be copied in each forward, so its old values are gone.\n"
+        f"  read at: {__file__}:{line_of(Scaled.forward, 'exp')}\n"
         "  way out: change it after backward; or go on, for from the next forward on this one is copied; or pass it to "
         "the layer as an argument."
     )
