@@ -39,7 +39,7 @@ from ._errors import (
     started_inside,
     tensor_changed,
 )
-from ._hooks import Hooked, left_since, now, resting
+from ._hooks import Hooked, Resting, left_since, now
 from ._inputs import Inputs
 from ._keep import forget_with
 from ._matching import Leaf, Pairs, Trace, cheap_tail, match, match_aligned, node_count, node_names, region_codes
@@ -384,7 +384,7 @@ class _Recompute:
         run = TorchRun(Phase.RECOMPUTE, frame.slot, self.trace, generators)
         try:
             torch._C._set_grad_enabled(True)
-            with frame._ambient.restored(), resting(frame._hooked, frame._function, args, kwargs):
+            with frame._ambient.restored(), Resting(frame._hooked, frame._function, args, kwargs):
                 audit = frame._audit(args, kwargs)
                 self.trace.restart()
                 run.draw_from(generators.start if generators else None)

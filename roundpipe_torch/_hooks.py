@@ -9,7 +9,6 @@ A hook's key is its number among all, which tells when it was registered.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ._inputs import tensors_in
 from ._state import tensors_of
 
-__all__ = ["Hooked", "hooked_since", "is_hooked", "left_since", "now", "resting"]
+__all__ = ["Hooked", "Resting", "hooked_since", "is_hooked", "left_since", "now"]
 
 _Hooks = MutableMapping[int, Callable[..., Any]]
 
@@ -54,6 +53,8 @@ def hooked_since(
 
 def left_since(mark: int, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Hooked]:
     """The same for one who outlives the tensors."""
+    if now() == mark:
+        return []
     return [found._replace(tensor=None) for found in hooked_since(mark, function, args, kwargs)]
 
 
@@ -91,25 +92,39 @@ def _nothing(*gradients: Any) -> None:
     """A hook."""
 
 
-@contextlib.contextmanager
-def resting(
-    forwards: Sequence[Hooked], function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Iterator[None]:
+class Resting:
     """While a recompute runs `function` again, let the hooks of its forward rest; then take off those of its own.
 
     A leaf may come as an alias, on which a hook has no effect. Then the forward's have to stay.
     """
-    known = {id(hooks) for _, hooks in _hooks_before(function, args, kwargs)} if forwards else ()
-    before = [(hooked.hooks, {**hooked.hooks}) for hooked in forwards]
-    mark = now()
-    try:
-        for hooked in forwards:
-            if not hooked.is_leaf or id(hooked.hooks) in known:
-                hooked.hooks.update((key, _nothing) for key in hooked.new if key in hooked.hooks)
-        yield
-    finally:
-        added = [*hooked_since(mark, function, args, kwargs)]
-        taken = {key for hooks, then in before for key in _put_back(hooks, then, mark)}
+
+    __slots__ = ("_before", "_call", "_forwards", "_mark")
+
+    def __init__(
+        self, forwards: Sequence[Hooked], function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        self._forwards, self._call = forwards, (function, args, kwargs)
+        self._before: list[tuple[_Hooks, _Hooks]] = []
+
+    def __enter__(self) -> None:
+        self._mark = now()
+        if self._forwards:
+            known = {id(hooks) for _, hooks in _hooks_before(*self._call)}
+            self._before = [(hooked.hooks, {**hooked.hooks}) for hooked in self._forwards]
+            self._mark = now()
+            try:
+                for hooked in self._forwards:
+                    if not hooked.is_leaf or id(hooked.hooks) in known:
+                        hooked.hooks.update((key, _nothing) for key in hooked.new if key in hooked.hooks)
+            except BaseException:
+                self.__exit__()
+                raise
+
+    def __exit__(self, *_: object) -> None:
+        if not self._forwards and now() == self._mark:
+            return
+        added = [*hooked_since(self._mark, *self._call)]
+        taken = {key for hooks, then in self._before for key in _put_back(hooks, then, self._mark)}
         for again in added:
             for key in again.new:
                 if key not in taken:

@@ -32,7 +32,7 @@ from ._errors import (
     wrong_option,
 )
 from ._frames import Options
-from ._hooks import Hooked, left_since, now, resting
+from ._hooks import Hooked, Resting, left_since, now
 from ._keep import forget_with, release
 from ._matching import Trace, other_layout, region_codes
 from ._offload import Parcel
@@ -120,7 +120,7 @@ class _Region:
             self.crowded = visit.end()
         if self.buffers is not None:
             self.buffers.settle(self.trace.told_at >= 0)
-        self.hooked = run.hooked + left_since(mark, self.function, *self._given(tensors))
+        self.hooked = run.hooked + left_since(mark, self.function, (*tensors, *self.leaves), {})
         self.parcel = run.parcel
         if self.slot.rows is not None and not isinstance(thread.run, TorchRun):
             forget_with(self, self.slot)
@@ -169,7 +169,7 @@ class _Region:
             buffers = copies(self.buffers, self.slot, run.knowing)
             with torch.enable_grad(), self.ambient.restored(), buffers, hooks, watch or _NO_CONTEXT:
                 run.draw_from(generators.start if generators else None)
-                with resting(self.hooked, self.function, *self._given(tensors)):
+                with Resting(self.hooked, self.function, (*tensors, *self.leaves), {}):
                     leaves = self._run(run, tensors)
             relaid = other_layout(self.trace, trace)
             if relaid is not None and run.drew():
@@ -180,13 +180,9 @@ class _Region:
                 generators.set(numbers)
         return leaves, crowded
 
-    def _given(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _run(self, run: TorchRun, tensors: tuple[torch.Tensor, ...]) -> list[Any]:
         given = iter(tensors)
         args, kwargs = unflatten(self.spec, (next(given) if leaf is _TENSOR else leaf for leaf in self.leaves))
-        return args, kwargs
-
-    def _run(self, run: TorchRun, tensors: tuple[torch.Tensor, ...]) -> list[Any]:
-        args, kwargs = self._given(tensors)
         outer = thread.run
         try:
             thread.run = run

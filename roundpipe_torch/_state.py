@@ -228,12 +228,12 @@ def modules_of(function: Any, leaves: Iterable[Any]) -> Iterator[torch.nn.Module
     They are itself, its bound object, its partial, its closure and defaults, modules among the globals that it names
     and what functions among these can reach, its arguments, and what of these is in a list, tuple or dict.
     """
-    return (found for found in _reached(function, leaves) if isinstance(found, torch.nn.Module))
+    return _reached(function, leaves, torch.nn.Module)
 
 
 def tensors_of(function: Any, leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
     """The tensors that a call can reach in the same way, and those of the modules."""
-    for found in _reached(function, leaves):
+    for found in _reached(function, leaves, (torch.nn.Module, torch.Tensor)):
         if isinstance(found, torch.Tensor):
             yield found
             continue
@@ -242,18 +242,15 @@ def tensors_of(function: Any, leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from (value for value in values if isinstance(value, torch.Tensor))
 
 
-def _reached(function: Any, leaves: Iterable[Any]) -> Iterator[Any]:
-    """Modules and tensors."""
+def _reached(function: Any, leaves: Iterable[Any], kinds: type | tuple[type, ...]) -> Iterator[Any]:
+    """What is of one of these kinds."""
     waiting, seen = [function, *leaves], set()
     while waiting:
         found = waiting.pop()
-        if type(found) is torch.Tensor:
-            yield found
-            continue
-        if id(found) in seen:
+        if (type(found) is torch.Tensor and kinds is torch.nn.Module) or id(found) in seen:
             continue
         seen.add(id(found))
-        if isinstance(found, (torch.nn.Module, torch.Tensor)):
+        if isinstance(found, kinds):
             yield found
         elif isinstance(found, partial):
             waiting += [found.func, *found.args, *found.keywords.values()]
@@ -262,20 +259,19 @@ def _reached(function: Any, leaves: Iterable[Any]) -> Iterator[Any]:
         elif isinstance(found, types.FunctionType):
             if found.__dict__:
                 waiting.append(found.__dict__.get("__wrapped__"))
-            waiting += found.__defaults__ or ()
-            waiting += found.__kwdefaults__.values() if found.__kwdefaults__ else ()
+            if found.__defaults__:
+                waiting += found.__defaults__
+            if found.__kwdefaults__:
+                waiting += found.__kwdefaults__.values()
             for cell in found.__closure__ or ():
                 with contextlib.suppress(ValueError):  # a cell that is not filled yet
                     waiting.append(cell.cell_contents)
             for name in found.__code__.co_names:
                 value = found.__globals__.get(name)
-                if value is not None and (isinstance(value, _HOLDING) or _is_beside(found, value)):
+                if value is not None and (isinstance(value, kinds) or _is_beside(found, value)):
                     waiting.append(value)
         elif isinstance(found, (list, tuple, dict)) and len(found) <= _MOST_SEARCHED:
             waiting += found.values() if isinstance(found, dict) else found
-
-
-_HOLDING = torch.nn.Module, torch.Tensor
 
 
 def _is_beside(function: types.FunctionType, value: Any) -> bool:
