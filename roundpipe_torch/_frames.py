@@ -240,7 +240,8 @@ class Frame:
         before = Before(self._generators, self._buffers)
 
         def attempt(watch: DrawWatch | None) -> tuple[_Recompute, bool]:
-            self._empty()  # what an attempt before this one found may not stand where this one finds nothing
+            if watch is not None or self._buffers is not None:  # else there was no attempt before this one,
+                self._empty()  # and what it found may not stand where this one finds nothing
             recompute = _Recompute(self, asked)
             return recompute, recompute.run(watch, before.numbers)
 
