@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import itertools
 import os
 import sys
@@ -40,6 +41,10 @@ _ACCELERATOR = torch.accelerator.current_accelerator()
 _CPU_ONLY: tuple[torch.Generator, ...] = (torch.default_generator,)
 
 
+_COLLECTS_AT_ALLOCATIONS = sys.version_info < (3, 12)
+_count, _threshold = gc.get_count, gc.get_threshold
+
+
 class Generators:
     """Default generators whose draws a region repeats, with their states when it began."""
 
@@ -51,6 +56,11 @@ class Generators:
 
     def now(self) -> list[torch.Tensor]:
         """The states now. Kept on the host; reading them does not wait for a device."""
+        # Torch holds a generator's lock while it makes the state a Python object. A callback of a collection in there
+        # (JAX has one) can pass the interpreter to a thread that waits for that lock, and never gives the interpreter
+        # back. So what is due soon is collected before. A lock of our own would have to be left by every interrupt.
+        if _COLLECTS_AT_ALLOCATIONS and _count()[0] > 0.85 * _threshold()[0] and gc.isenabled():
+            gc.collect(0)
         return [generator.get_state() for generator in self._generators]
 
     def set(self, states: list[torch.Tensor]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import sys
 import threading
 import types
 
@@ -21,7 +23,7 @@ from roundpipe_torch import (
     recompute_once,
     save_for_recompute,
 )
-from roundpipe_torch._state import Visit, generators_of
+from roundpipe_torch._state import Generators, Visit, generators_of
 
 
 def leaf(seed: int = 0) -> torch.Tensor:
@@ -473,3 +475,33 @@ def test_every_device_that_a_call_can_reach_is_preserved(monkeypatch) -> None:
 
 class Elsewhere(torch.Tensor):
     device = property(lambda self: torch.device("cuda", self.index))
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="collections no longer start at allocations")
+def test_no_collection_starts_while_torch_holds_the_lock_of_a_generator() -> None:
+    """Its callback could pass the interpreter to a thread that waits for the lock, and both would wait for ever."""
+    inside, starts = False, []
+
+    class Generator:
+        def get_state(self):
+            nonlocal inside
+            inside = True
+            state = torch.default_generator.get_state()
+            inside = False
+            return state
+
+    def note(phase, info) -> None:
+        if phase == "start":
+            starts.append(inside)
+
+    generators, before = Generators((Generator(),)), gc.get_threshold()
+    gc.callbacks.append(note)
+    gc.set_threshold(50)
+    try:
+        held = [[generators.now(), *([] for _ in range(n % 7))] for n in range(2000)]
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(note)
+    assert len(held) == 2000
+    assert len(starts) > 100
+    assert not any(starts)
