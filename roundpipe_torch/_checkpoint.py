@@ -65,8 +65,8 @@ def checkpoint(
         function: a function or module. Saves decisions by `save_for_recompute` and its kin.
         *args: its arguments, as are all other keywords. Tensors in lists, tuples and dicts are treated like any others.
         use_reentrant: True for the second engine, which runs the forward without a graph and takes the gradient from
-            the recompute's own. Any difference between the phases is then legal, but `torch.autograd.grad` and
-            `backward(inputs=...)` are not. None means False.
+            the recompute's own. Any difference between the phases is then legal, but second derivatives are not; nor
+            is `torch.autograd.grad` if a closure gives the layer a tensor that is no leaf. None means False.
         context_fn: gives two context managers, for the forward and for each recompute.
         determinism_check: "default" compares shape, dtype and device of what is matched; "none" does not.
         debug: error messages give the line where each tensor was saved.

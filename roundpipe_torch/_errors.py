@@ -25,6 +25,7 @@ from roundpipe_core._slots import Place, label_of, where
 __all__ = [
     "CheckpointMismatchError",
     "CompileError",
+    "accumulates_only",
     "argument_written",
     "buffer_unknown",
     "captured",
@@ -258,6 +259,19 @@ def sharded_inside(layer: str) -> CheckpointMismatchError:
             "before. The nested backward of its first use ended its step, so the gradient would be wrong.",
             [],
             "use the default engine (use_reentrant=False), or checkpoint inside of what is sharded.",
+        )
+    )
+
+
+def accumulates_only(layer: str) -> MismatchError:
+    """Gradients that the second engine cannot hand to the backward around."""
+    return MismatchError(
+        message(
+            f"layer {layer!r}: with use_reentrant=True this layer works with backward() only, not with "
+            "torch.autograd.grad or backward(inputs=...): it takes from outside a tensor that is no leaf, or a leaf "
+            "that the forward did not have, or holds a module of FSDP or a checkpoint that works so.",
+            [],
+            "pass such tensors as arguments, or use the default engine (use_reentrant=False).",
         )
     )
 

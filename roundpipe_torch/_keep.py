@@ -43,7 +43,7 @@ from ._offload import Here, Shipped
 from ._residuals import Argument, Held, Packer, Site, unpack, whole_of
 from ._views import Origins, View, version_of
 
-__all__ = ["forget_with", "keep", "release"]
+__all__ = ["Kept", "forget_with", "keep", "release"]
 
 _Node = Any
 

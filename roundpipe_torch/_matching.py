@@ -28,9 +28,11 @@ from ._errors import is_ours, user_line
 node_count: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """Autograd nodes that this thread has made."""
 
-_A_LEAF = 2**64 - 1  # the number of every node that takes a leaf's gradient
+A_LEAF = 2**64 - 1
+"""The number of every node that takes a leaf's gradient."""
 
 __all__ = [
+    "A_LEAF",
     "REGION",
     "Pairs",
     "Saved",
@@ -238,7 +240,7 @@ def cheap_tail(outputs: Any, number: int) -> bool:
             return False
         found.add(node._sequence_nr())
         for before, _ in node.next_functions:
-            if before is not None and number <= before._sequence_nr() < _A_LEAF:
+            if before is not None and number <= before._sequence_nr() < A_LEAF:
                 waiting.append(before)
     return len(found) == left and number in found
 

@@ -17,7 +17,7 @@ from torch import distributed as dist
 from roundpipe_core._backend import expand
 from roundpipe_core._trees import flatten
 
-__all__ = ["collectives", "keeps_graph", "recompute_on_arrival", "step_is_over", "tell_rank"]
+__all__ = ["collectives", "is_sharded", "keeps_graph", "recompute_on_arrival", "step_is_over", "tell_rank"]
 
 
 def collectives() -> int:
@@ -70,6 +70,15 @@ def recompute_on_arrival(region: _Awaited, outputs: Any, first: int) -> None:
     for node in nodes:
         if node._sequence_nr() >= first:  # else it is an input, given back
             node.register_prehook(_Arrival(region))
+
+
+def is_sharded(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether something in `modules` is of FSDP, which reduces gradients when a backward ends."""
+    sharding: Any = sys.modules.get("torch.distributed.fsdp")
+    if sharding is None:
+        return False
+    kinds = sharding.FSDPModule, sharding.FullyShardedDataParallel
+    return any(isinstance(part, kinds) for module in modules for part in module.modules())
 
 
 def step_is_over(modules: Iterable[torch.nn.Module]) -> bool:

@@ -1,12 +1,14 @@
 """The second engine: the forward leaves no graph, the gradient comes from the recompute's own (`use_reentrant=True`).
 
 The two phases may do anything differently. Unlike torch's, this one takes keyword and nested tensors, gives any
-structure back, trains weights behind inputs without gradient, and sees a saved value that carries gradient (R5).
+structure back, trains weights behind inputs without gradient, gives each weight its gradient at once, and sees a saved
+value that carries gradient (R5).
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -25,6 +27,7 @@ from roundpipe_core._trees import Spec, flatten, unflatten
 from ._before import Before
 from ._buffers import Buffers, copies, not_misled
 from ._errors import (
+    accumulates_only,
     drawn_in_a_crowd,
     drawn_in_another_layout,
     sharded_inside,
@@ -33,10 +36,11 @@ from ._errors import (
 )
 from ._frames import Options
 from ._hooks import Hooked, Resting, left_since, now
-from ._keep import forget_with, release
-from ._matching import Trace, other_layout, region_codes
+from ._keep import Kept, forget_with, release
+from ._leaves import gradients, leaves_behind
+from ._matching import Trace, node_count, other_layout, region_codes
 from ._offload import Parcel
-from ._ranks import step_is_over
+from ._ranks import is_sharded, step_is_over
 from ._run import TorchRun, is_told, pack_plainly, unpack_plainly
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, modules_of, replayed
 from ._uncompiled import run_as_it_is
@@ -62,13 +66,14 @@ def reentrant(
         )
     leaves: list[Any] = []
     spec = flatten((args, kwargs), leaves)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     region = _Region(function, spec, leaves, slot, options)
+    given, taken = region.forward(phase, tensors)
     anchor = torch.empty(0, requires_grad=True)
     with _NO_CONTEXT if region.parcel is None or isinstance(thread.run, TorchRun) else region.parcel.inputs():
-        outputs = _Reentrant.apply(region, phase, anchor, *tensors)  # type: ignore[no-untyped-call]
-    given = iter(outputs)
-    return unflatten(region.output_spec, (next(given) if leaf is _TENSOR else leaf for leaf in region.output_leaves))
+        outputs = _Reentrant.apply(region, given, anchor, len(tensors), *tensors, *taken)  # type: ignore[no-untyped-call]
+    rest = iter(outputs)
+    return unflatten(region.output_spec, (next(rest) if leaf is _TENSOR else leaf for leaf in region.output_leaves))
 
 
 _TENSOR = object()
@@ -80,8 +85,8 @@ class _Region:
     """What both directions need, but for the tensors, which autograd keeps."""
 
     __slots__ = (
-        "__weakref__", "ambient", "buffers", "crowded", "function", "generators", "hooked", "leaves", "located",
-        "outermost", "output_leaves", "output_spec", "parcel", "slot", "spec", "trace",
+        "__weakref__", "accumulates", "ambient", "buffers", "crowded", "function", "generators", "hooked", "leaves",
+        "located", "outermost", "output_leaves", "output_spec", "parcel", "slot", "spec", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -97,16 +102,20 @@ class _Region:
         self.hooked: list[Hooked] = []  # tensors from before it that the forward has put hooks on
         self.located = is_told(thread.run)
         self.outermost = True  # of the regions of this engine
+        self.accumulates = False  # at once, in the backward inside
         self.trace = Trace(False, self.located)
         self.output_spec: Spec
         self.output_leaves: list[Any] = []
 
-    def forward(self, phase: Phase, tensors: tuple[torch.Tensor, ...]) -> list[Any]:
-        """The leaves of the outputs.
+    def forward(
+        self, phase: Phase, tensors: tuple[torch.Tensor, ...]
+    ) -> tuple[list[tuple[torch.Tensor, bool]], list[torch.Tensor]]:
+        """The tensors of the outputs, each with whether it carries gradient; and the leaves that the closure gave.
 
         With a graph, so that a saved value's gradient shows (R5), but one that keeps nothing.
         """
-        visit, mark = Visit(self.generators), now()
+        visit, mark, begun = Visit(self.generators), now(), node_count()
+        edges = [(tensor.grad_fn, tensor.output_nr) for tensor in tensors if tensor.grad_fn is not None]
         try:
             run = TorchRun(phase, self.slot, self.trace, self.generators, thread.run)
             run.witnesses = (*run.witnesses, self.trace)
@@ -128,11 +137,22 @@ class _Region:
             raise started_inside(self.slot.label)
         if self.outermost:
             held(self.slot, tensors, {}, self.parcel)
-        return leaves
+        self.output_leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        behind = None
+        if not is_sharded(modules_of(self.function, self.leaves)):
+            behind = leaves_behind(outputs, edges, begun, _accumulates)
+        self.accumulates = behind is None
+        with torch.no_grad():
+            given = [(output.detach(), output.requires_grad) for output in outputs]
+        own = {id(tensor) for tensor in tensors}
+        taken = [weakref.ref(leaf) for leaf in behind or () if id(leaf) not in own]
+        del leaves, outputs, behind  # and with them the leaves that were made inside
+        return given, [leaf for ref in taken if (leaf := ref()) is not None]
 
     @run_as_it_is
-    def replay(self, tensors: tuple[torch.Tensor, ...]) -> list[Any]:
-        """The leaves of the outputs of a recompute."""
+    def replay(self, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        """The tensors of the outputs of a recompute."""
         if step_is_over(modules_of(self.function, self.leaves)):
             raise sharded_inside(self.slot.label)
         before = Before(self.generators, self.buffers)
@@ -143,7 +163,7 @@ class _Region:
             raise
         if drew:
             raise drawn_in_a_crowd(self.slot.label)
-        return leaves
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def _led(
         self, tensors: tuple[torch.Tensor, ...], numbers: list[torch.Tensor], watch: DrawWatch | None
@@ -199,35 +219,32 @@ region_codes |= {_Region._run.__code__}
 
 class _Reentrant(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, region: _Region, phase: Phase, anchor: torch.Tensor, *tensors: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any,
+        region: _Region,
+        given: list[tuple[torch.Tensor, bool]],
+        anchor: torch.Tensor,
+        tensors: int,
+        *inputs: torch.Tensor,
+    ) -> Any:
+        """`inputs`: the arguments, `tensors` of them, and the leaves that the closure gave."""
         ctx.region = region
-        ctx.save_for_backward(*tensors)
-        leaves = region.forward(phase, tensors)
-        region.output_leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        outputs = tuple(leaf.detach() for leaf in given)
-        ctx.mark_non_differentiable(*(out for out, leaf in zip(outputs, given, strict=True) if not leaf.requires_grad))
+        ctx.save_for_backward(*inputs[:tensors])
+        ctx.mark_non_differentiable(*(output for output, carries in given if not carries))
         ctx.set_materialize_grads(False)
-        return outputs
+        return tuple(output for output, _ in given)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         region: _Region = ctx.region
-        if not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
-            raise MismatchError(
-                message(
-                    f"layer {region.slot.label!r}: use_reentrant=True works with backward() only, not with "
-                    "torch.autograd.grad or backward(inputs=...).",
-                    [],
-                    "use the default engine (use_reentrant=False).",
-                )
-            )
+        if region.accumulates and not _may_accumulate():
+            raise accumulates_only(region.slot.label)
         if region.parcel is not None:
             region.parcel.arrive()
         tensors = tuple(t.detach().requires_grad_(t.requires_grad) for t in ctx.saved_tensors)
-        leaves = region.replay(tensors)
-        outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        begun = node_count()
+        outputs = region.replay(tensors)
         if len(outputs) != len(grads):
             raise MismatchError(
                 message(
@@ -240,11 +257,79 @@ class _Reentrant(torch.autograd.Function):
         with_grad = [
             (out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None and out.requires_grad
         ]
-        if with_grad:
-            torch.autograd.backward([out for out, _ in with_grad], [grad for _, grad in with_grad])
+        del outputs
+        nodes = [node for node, _ in ctx.next_functions[1:]]
+        found = _differentiated(region, with_grad, begun, tensors, nodes) if with_grad else [None] * len(nodes)
         if region.outermost and not _retains():
             release(region.slot)
-        return (None, None, None, *(tensor.grad for tensor in tensors))
+        return (None, None, None, None, *found)
+
+
+def _differentiated(
+    region: _Region,
+    outputs: list[tuple[torch.Tensor, torch.Tensor]],
+    begun: int,
+    tensors: tuple[torch.Tensor, ...],
+    nodes: list[Any],
+) -> list[torch.Tensor | None]:
+    """The gradients for `nodes`, which those of the arguments `tensors` come first of.
+
+    Args:
+        region: the region.
+        outputs: of its recompute, each with its gradient. Emptied.
+        begun: the number of the first node of the recompute.
+        tensors: the arguments that it had.
+        nodes: where the region's node hands its gradients on.
+    """
+    roots, grads = zip(*outputs, strict=True)
+    outputs.clear()
+    leaves = None if region.accumulates else leaves_behind(roots, (), begun, _accumulates)
+    if leaves is None:
+        if not _may_accumulate():
+            raise accumulates_only(region.slot.label)
+        torch.autograd.backward(roots, grads)
+        return [tensor.grad for tensor in tensors] + [None] * (len(nodes) - len(tensors))
+    places = {id(node.variable): n for n, node in enumerate(nodes) if node is not None and hasattr(node, "variable")}
+    places |= {id(tensor): n for n, tensor in enumerate(tensors)}
+    found: list[torch.Tensor | None] = [None] * len(nodes)
+    others: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for leaf, gradient in zip(leaves, gradients(roots, grads, leaves), strict=True):
+        n = places.get(id(leaf))
+        if n is None and gradient is not None:
+            others.append((leaf, gradient))
+        elif n is not None:
+            before = found[n]
+            found[n] = gradient if before is None or gradient is None else before + gradient
+    del roots, leaves, leaf
+    _add(region, others)
+    return found
+
+
+def _add(region: _Region, found: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Add to the gradients of leaves that the forward did not have: the recompute's own, or those of another branch."""
+    if not found:
+        return
+    if _may_accumulate():
+        leaves, grads = zip(*found, strict=True)
+        torch.autograd.backward(leaves, grads)
+        return
+    others = [weakref.ref(leaf) for leaf, _ in found]
+    found.clear()
+    if any(other() is not None for other in others):
+        raise accumulates_only(region.slot.label)
+
+
+def _accumulates(node: Any) -> bool:
+    """Whether a region or a kept function inside adds to gradients at once."""
+    if node._forward_cls is _Reentrant:
+        accumulates: bool = node.region.accumulates
+        return accumulates
+    kept = getattr(node, "kept", None)
+    return isinstance(kept, Kept) and kept.graph is not None
+
+
+_may_accumulate: Callable[[], bool] = torch.autograd._is_checkpoint_valid
+"""Whether the backward that runs is one that accumulates, not torch.autograd.grad or backward(inputs=...)."""
 
 
 def _drop(slot: Slot, witnesses: tuple[Trace, ...], tensor: torch.Tensor) -> Slot:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import collections
+import threading
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
-from roundpipe_torch import MismatchError, OptionError, checkpoint, doing_recompute, remat, save_for_recompute
+from roundpipe_torch import (
+    MismatchError,
+    OptionError,
+    checkpoint,
+    doing_recompute,
+    keep,
+    remat,
+    save_for_recompute,
+)
 
 
 def leaf(seed: int = 0) -> torch.Tensor:
@@ -85,18 +95,153 @@ def lines(error) -> list[str]:
     return str(error.value).splitlines()
 
 
-def test_autograd_grad_is_refused_with_the_way_out() -> None:
-    x = leaf()
-    y = remat(torch.exp, use_reentrant=True, label="block")(x)
-    with pytest.raises(MismatchError) as caught:
+def plain(function, *args):
+    return function(*args)
+
+
+def nested(function, *args):
+    return reentrant(lambda *inner: reentrant(function, *inner), *args)
+
+
+def integers(seed: int) -> torch.Tensor:  # sums of whose products are exact in any order
+    return torch.randint(-3, 4, (4, 4), generator=torch.Generator().manual_seed(seed)).double().requires_grad_()
+
+
+def through_closures(way):
+    """A loss of two layers that take `w` from their closure, the first one also as an argument."""
+    w, x, v = integers(0), integers(1), integers(2)
+    y = way(lambda x, again: (x @ w) * again + w @ x, x, w)
+    return way(lambda y: ((y @ w) * v, w), y), w, x, v
+
+
+WAYS = pytest.mark.parametrize("way", [reentrant, nested])
+
+
+@WAYS
+def test_a_leaf_of_the_closure_gets_its_gradient_at_once(way) -> None:
+    def scenario(way):
+        (y, again), w, x, v = through_closures(way)
+        seen = []
+        w.register_hook(lambda gradient: seen.append(gradient.clone()))
+        w.register_hook(lambda gradient: gradient.abs().sqrt())  # part by part it would give something else
+        w.register_post_accumulate_grad_hook(lambda w: seen.append(w.grad.clone()))
+        torch.autograd.graph.register_multi_grad_hook([w, x, v], lambda gradients: seen.append([*gradients]))
+        node = w.view_as(w).grad_fn.next_functions[0][0]
+        node.register_prehook(lambda gradients: seen.append(gradients[0].clone()))
+        node.register_hook(lambda _, gradients: seen.append(gradients[0].clone()))
+        (y.sum() + again.sum() + w.square().sum()).backward()
+        return [x.grad, w.grad, v.grad, *seen]
+
+    want, got = scenario(plain), scenario(way)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@WAYS
+def test_gradients_by_leaves_of_the_closure(way) -> None:
+    def scenario(way):
+        (y, again), w, x, v = through_closures(way)
+        w.register_hook(lambda gradient: gradient.abs().sqrt())
+        loss = y.sum() + again.sum()
+        first = torch.autograd.grad(loss, [v, w], retain_graph=True)
+        loss.backward(inputs=[w, x])
+        return [*first, w.grad, x.grad, v.grad]
+
+    want, got = scenario(plain), scenario(way)
+    assert want.pop() is got.pop() is None
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_a_hook_rests_for_the_backward_inside_alone() -> None:
+    w, x, seen = integers(0), integers(1), []
+    w.register_hook(lambda gradient: seen.append(gradient.clone()))
+
+    def another_step(gradient):
+        thread = threading.Thread(target=lambda: (w * 5).sum().backward())
+        thread.start()
+        thread.join()
+
+    def layer(x):
+        y = x @ w
+        if doing_recompute():
+            y.register_hook(another_step)
+        return y
+
+    reentrant(layer, x).sum().backward()
+    five, whole = torch.full((4, 4), 5.0, dtype=torch.float64), x.detach().T @ torch.ones(4, 4, dtype=torch.float64)
+    torch.testing.assert_close(seen, [five, whole], rtol=0, atol=0)
+    torch.testing.assert_close(w.grad, five + whole, rtol=0, atol=0)
+
+
+def test_leaves_that_only_the_recompute_has() -> None:
+    w, v, x = integers(0), integers(1), integers(2)
+    y = reentrant(lambda x: x * (v if doing_recompute() else w), x)
+    y.sum().backward(retain_graph=True)
+    assert torch.equal(v.grad, x.detach())
+    assert not w.grad
+    with pytest.raises(MismatchError, match="or a leaf that the forward did not have"):
         torch.autograd.grad(y.sum(), x)
-    assert lines(caught)[0] == (
-        "layer 'block': use_reentrant=True works with backward() only, not with torch.autograd.grad or "
-        "backward(inputs=...)."
+
+
+def test_a_parameter_made_by_the_layer_does_not_stay() -> None:
+    seen = []
+
+    def layer(x):
+        made = nn.Parameter(x.detach() * 2)
+        made.register_hook(lambda gradient: seen.append(gradient.clone()))
+        made.register_post_accumulate_grad_hook(lambda made: seen.append(made.grad.clone()))
+        refs.append(weakref.ref(made))
+        return made * x
+
+    refs, x = [], integers(0)
+    y = reentrant(layer, x)
+    assert refs[0]() is None
+    assert torch.equal(torch.autograd.grad(y.sum(), x, retain_graph=True)[0], x * 2)
+    seen.clear()
+    y.sum().backward()
+    assert torch.equal(x.grad, x * 2)
+    torch.testing.assert_close(seen, [x.detach()] * 2, rtol=0, atol=0)
+
+
+def outside(h):
+    return lambda x: x * h
+
+
+def a_checkpoint_of_torch(h):
+    return lambda x: torch.utils.checkpoint.checkpoint(torch.mul, x, x, use_reentrant=True)
+
+
+def a_kept_part(h):
+    w = integers(5)
+    return lambda x: keep(lambda x: x * w, x)
+
+
+def a_region_that_reaches_out(h):
+    return lambda x: reentrant(outside(x.sin()), x)
+
+
+@pytest.mark.parametrize("make", [outside, a_checkpoint_of_torch, a_kept_part, a_region_that_reaches_out])
+def test_autograd_grad_is_refused_with_the_way_out_where_a_backward_inside_accumulates(make) -> None:
+    def scenario(way):
+        x, w = integers(0), integers(1)
+        y = way(make(w.cos()), x)
+        y.sum().backward()
+        return [x.grad, w.grad], way(make(w.cos()), x), x
+
+    want, got = scenario(plain), scenario(remat_block)
+    torch.testing.assert_close([g for g in got[0] if g is not None], [g for g in want[0] if g is not None])
+    with pytest.raises(MismatchError) as caught:
+        torch.autograd.grad(got[1].sum(), got[2])
+    assert lines(caught)[0].startswith(
+        "layer 'block': with use_reentrant=True this layer works with backward() only, not with torch.autograd.grad or "
+        "backward(inputs=...): it takes from outside a tensor that is no leaf"
     )
-    assert lines(caught)[-1] == "  way out: use the default engine (use_reentrant=False)."
-    with pytest.raises(MismatchError, match="works with backward"):
-        remat(torch.exp, use_reentrant=True)(x).sum().backward(inputs=[x])
+    assert lines(caught)[-1] == (
+        "  way out: pass such tensors as arguments, or use the default engine (use_reentrant=False)."
+    )
+
+
+def remat_block(function, *args):
+    return remat(function, use_reentrant=True, label="block")(*args)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")

@@ -1,0 +1,109 @@
+"""Leaves that a layer of the second engine takes from its closure: mostly weights.
+
+A backward inside a backward would add to their gradients at once, a part in each region, and their hooks would see the
+parts. So the leaves behind the forward's outputs become inputs of the region's node: the backward inside gives it their
+gradients, and the one around adds them up with all others.
+
+That cannot be where the graph inside leads out by a tensor that is no leaf, and where a node insists on a backward that
+accumulates. There the parts remain.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+from ._matching import A_LEAF
+
+__all__ = ["gradients", "leaves_behind"]
+
+
+def leaves_behind(
+    outputs: Iterable[torch.Tensor], inputs: Iterable[tuple[Any, int]], begun: int, whole: Callable[[Any], bool]
+) -> list[torch.Tensor] | None:
+    """The leaves that `outputs` depend on, those among `inputs` too; None if there are other ways out.
+
+    Args:
+        outputs: of a region.
+        inputs: node and output number of its arguments, as they were when it began.
+        begun: the number of the first node that it could make.
+        whole: whether a node of a `torch.autograd.Function` needs a backward that accumulates.
+    """
+    ends, seen = set(inputs), set()
+    leaves: dict[int, torch.Tensor] = {}
+    waiting: list[tuple[Any, int]] = []
+    for output in outputs:
+        if output.grad_fn is not None:
+            waiting.append((output.grad_fn, output.output_nr))
+        elif output.requires_grad:
+            leaves[id(output)] = output
+    while waiting:
+        edge = waiting.pop()
+        node = edge[0]
+        if node is None or node in seen or edge in ends:
+            continue
+        seen.add(node)
+        number = node._sequence_nr()
+        if number == A_LEAF:
+            leaves[id(node.variable)] = node.variable
+        elif number < begun or (isinstance(node, BackwardCFunction) and (whole(node) or _insists(node))):
+            return None
+        else:
+            waiting += node.next_functions
+    return [*leaves.values()]
+
+
+def _insists(node: Any) -> bool:
+    """Whether it is a checkpoint of others, which refuses a backward that does not accumulate."""
+    code = getattr(inspect.unwrap(node._forward_cls.backward), "__code__", None)
+    return code is not None and "_is_checkpoint_valid" in code.co_names
+
+
+class _Muted:
+    """A hook on a leaf that hears nothing of some backwards."""
+
+    __slots__ = ("_hook",)
+    within: ClassVar[set[int]] = set()
+
+    def __init__(self, hook: Callable[[torch.Tensor], Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, gradient: torch.Tensor) -> Any:
+        return None if torch._C._current_graph_task_id() in _Muted.within else self._hook(gradient)
+
+
+def gradients(
+    outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor | None]:
+    """The gradients by `leaves`, whose hooks wait for those of the backward around."""
+    hooked = [_mute(leaf) for leaf in leaves]
+    if not any(hooked):
+        return torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
+    task: list[int] = []
+
+    def begin(_: Any) -> None:
+        task.append(torch._C._current_graph_task_id())
+        _Muted.within.add(task[-1])
+
+    with torch.enable_grad():
+        roots = [output if output.grad_fn is not None else output.view_as(output) for output in outputs]
+    for root in roots:
+        node: Any = root.grad_fn
+        node.register_prehook(begin)  # before any leaf is reached
+    try:
+        return torch.autograd.grad(roots, leaves, grads, allow_unused=True)
+    finally:
+        _Muted.within.difference_update(task)
+
+
+def _mute(leaf: torch.Tensor) -> bool:
+    """Let the hooks of `leaf` be ones that can be muted, and stay so. Tells if there are any."""
+    hooks: Any = leaf._backward_hooks
+    for key, hook in [*hooks.items()] if hooks else ():
+        if not isinstance(hook, _Muted):
+            hooks[key] = _Muted(hook)
+    return bool(hooks)
