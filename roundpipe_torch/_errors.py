@@ -148,12 +148,13 @@ def tensor_changed(layer: str, tensor: torch.Tensor) -> MutationError:
     )
 
 
-def input_changed(layer: str, error: RuntimeError) -> MutationError:
+def input_changed(layer: str, error: RuntimeError | None) -> MutationError:
     """An argument is not what it was when the forward began."""
     return MutationError(
         message(
-            f"layer {layer!r}: an input was changed in place after the forward, so the recompute cannot start from it.",
-            [("torch says", str(error).splitlines()[0])],
+            f"layer {layer!r}: an input was changed in place after the forward began, so the recompute cannot start "
+            "from it.",
+            [("torch says", str(error).splitlines()[0])] if error else [],
             "pass a clone, or change the tensor out of place (x = x + 1 instead of x += 1).",
         )
     )

@@ -31,7 +31,6 @@ from ._errors import (
     context_swallowed,
     drawn_in_a_crowd,
     drawn_in_another_layout,
-    input_changed,
     no_partner,
     not_yet,
     other_node,
@@ -40,7 +39,7 @@ from ._errors import (
     tensor_changed,
 )
 from ._hooks import Hooked, Resting, left_since, now
-from ._inputs import Inputs
+from ._inputs import Inputs, restored
 from ._keep import forget_with
 from ._matching import Leaf, Pairs, Trace, cheap_tail, match, match_aligned, node_count, node_names, region_codes
 from ._offload import Offload, Parcel
@@ -339,14 +338,7 @@ class Frame:
 
     def inputs(self) -> tuple[list[Any], dict[str, Any]]:
         """The arguments as the forward got them."""
-        try:
-            return self._inputs.restore()
-        except RoundPipeError:
-            raise
-        except RuntimeError as error:
-            if "modified by an inplace operation" in str(error):
-                raise input_changed(self.slot.label, error) from error
-            raise
+        return restored(self.slot.label, self._inputs.restore)
 
 
 class _Recompute:

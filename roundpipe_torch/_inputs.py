@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from roundpipe_core import RoundPipeError
 from roundpipe_core._slots import Slot
 from roundpipe_core._trees import Spec, flatten, unflatten
 
-__all__ = ["Inputs", "SavedTensor", "line_up", "save_tensor", "tensors_in"]
+from ._errors import input_changed
+
+__all__ = ["Inputs", "SavedTensor", "line_up", "restored", "save_tensor", "tensors_in"]
+
+T = TypeVar("T")
 
 
 def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -26,6 +31,18 @@ def line_up(slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     devices = [tensor.device for tensor in tensors]
     device = next((device for device in devices if device.type != "cpu"), devices[0] if devices else None)
     slot.line_up([tuple(tensor.shape) for tensor in tensors], device)
+
+
+def restored(layer: str, restore: Callable[[], T]) -> T:
+    """What `restore` gives of the arguments that autograd keeps for `layer`."""
+    try:
+        return restore()
+    except RoundPipeError:
+        raise
+    except RuntimeError as error:
+        if "modified by an inplace operation" in str(error):
+            raise input_changed(layer, error) from error
+        raise
 
 
 class Inputs:

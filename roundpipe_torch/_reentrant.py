@@ -30,12 +30,14 @@ from ._errors import (
     accumulates_only,
     drawn_in_a_crowd,
     drawn_in_another_layout,
+    input_changed,
     sharded_inside,
     started_inside,
     wrong_option,
 )
 from ._frames import Options
 from ._hooks import Hooked, Resting, left_since, now
+from ._inputs import restored
 from ._keep import Kept, forget_with, release
 from ._leaves import gradients, leaves_behind
 from ._matching import Trace, node_count, other_layout, region_codes
@@ -45,6 +47,7 @@ from ._run import TorchRun, is_told, pack_plainly, unpack_plainly
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, modules_of, replayed
 from ._uncompiled import run_as_it_is
 from ._usage import held
+from ._views import version_of
 
 __all__ = ["reentrant"]
 
@@ -86,7 +89,7 @@ class _Region:
 
     __slots__ = (
         "__weakref__", "accumulates", "ambient", "buffers", "crowded", "function", "generators", "hooked", "leaves",
-        "located", "outermost", "output_leaves", "output_spec", "parcel", "slot", "spec", "trace",
+        "located", "outermost", "output_leaves", "output_spec", "parcel", "slot", "spec", "trace", "wrote",
     )  # fmt: skip
 
     def __init__(
@@ -103,6 +106,7 @@ class _Region:
         self.located = is_told(thread.run)
         self.outermost = True  # of the regions of this engine
         self.accumulates = False  # at once, in the backward inside
+        self.wrote = False  # into its arguments
         self.trace = Trace(False, self.located)
         self.output_spec: Spec
         self.output_leaves: list[Any] = []
@@ -115,6 +119,7 @@ class _Region:
         With a graph, so that a saved value's gradient shows (R5), but one that keeps nothing.
         """
         visit, mark, begun = Visit(self.generators), now(), node_count()
+        versions = [*map(version_of, tensors)]
         edges = [(tensor.grad_fn, tensor.output_nr) for tensor in tensors if tensor.grad_fn is not None]
         try:
             run = TorchRun(phase, self.slot, self.trace, self.generators, thread.run)
@@ -127,6 +132,7 @@ class _Region:
                 leaves = self._run(run, tensors)
         finally:
             self.crowded = visit.end()
+        self.wrote = versions != [*map(version_of, tensors)]
         if self.buffers is not None:
             self.buffers.settle(self.trace.told_at >= 0)
         self.hooked = run.hooked + left_since(mark, self.function, (*tensors, *self.leaves), {})
@@ -149,6 +155,13 @@ class _Region:
         taken = [weakref.ref(leaf) for leaf in behind or () if id(leaf) not in own]
         del leaves, outputs, behind  # and with them the leaves that were made inside
         return given, [leaf for ref in taken if (leaf := ref()) is not None]
+
+    def arguments(self, ctx: Any) -> tuple[torch.Tensor, ...]:
+        """The arguments as the forward got them."""
+        if self.wrote:
+            raise input_changed(self.slot.label, None)
+        tensors: tuple[torch.Tensor, ...] = restored(self.slot.label, lambda: ctx.saved_tensors)
+        return tensors
 
     @run_as_it_is
     def replay(self, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
@@ -242,7 +255,7 @@ class _Reentrant(torch.autograd.Function):
             raise accumulates_only(region.slot.label)
         if region.parcel is not None:
             region.parcel.arrive()
-        tensors = tuple(t.detach().requires_grad_(t.requires_grad) for t in ctx.saved_tensors)
+        tensors = tuple(t.detach().requires_grad_(t.requires_grad) for t in region.arguments(ctx))
         begun = node_count()
         outputs = region.replay(tensors)
         if len(outputs) != len(grads):

@@ -20,7 +20,7 @@ from roundpipe_torch import (
     recompute_once,
     save_for_recompute,
 )
-from tests.on_torch.oracle import agree, leaf
+from tests.on_torch.oracle import ENGINES, agree, leaf
 
 
 def leaves(seed: int = 0) -> list[torch.Tensor]:
@@ -488,17 +488,25 @@ def test_a_parameter_that_was_swapped_for_the_call_is_an_error() -> None:
     assert w.grad is not None
 
 
-@pytest.mark.parametrize("how", ["positional", "keyword", "nested"])
-def test_an_input_written_in_place_is_an_error_that_names_the_layer(how) -> None:
+@pytest.mark.parametrize("way", ENGINES)
+@pytest.mark.parametrize("who", ["the layer", "others"])
+@pytest.mark.parametrize("how", ["positional", "keyword", "nested", "without gradient"])
+def test_an_input_written_in_place_is_an_error_that_names_the_layer(how, who, way) -> None:
     x, w, *_ = leaves()
-    h = x * 1
+    h = x.detach() if how == "without gradient" else x * 1
+
+    def layer(h):
+        return torch.sin((h.add_(1) if who == "the layer" else h) @ w)
+
     calls = {
-        "positional": lambda: checkpoint(lambda h: torch.sin(h @ w), h),
-        "keyword": lambda: checkpoint(lambda h: torch.sin(h @ w), h=h),
-        "nested": lambda: checkpoint(lambda d: torch.sin(d["h"][0] @ w), {"h": (h,)}),
+        "positional": lambda: way(layer, h),
+        "keyword": lambda: way(layer, h=h),
+        "nested": lambda: way(lambda d: layer(d["h"][0]), {"h": (h,)}),
+        "without gradient": lambda: way(layer, h),
     }
     y = calls[how]()
-    h.add_(1)
+    if who == "others":
+        h.add_(1)
     with pytest.raises(MutationError, match=r"layer '.*': an input was changed in place after the forward") as caught:
         y.sum().backward()
     assert str(caught.value).splitlines()[-1] == (
