@@ -84,7 +84,7 @@ class Holder:
         self.frame = frame
         self.index = index
         self.value: torch.Tensor | None = None
-        self.doubt: RoundPipeError | str | None = None
+        self.doubt: RoundPipeError | Leaf | str | None = None
         """What speaks against the value; or the kind of node that saved it, of a partner found by order alone."""
 
 
@@ -291,8 +291,11 @@ class Frame:
             if holder is not None and holder.doubt is None:
                 holder.doubt = names.get(recompute.numbers[theirs], "nothing that is returned")
 
-    def _leaf_fault(self, ours: int, again: Leaf | None, value: torch.Tensor) -> RoundPipeError | None:
-        """What speaks against a weight: that it is not the forward's, or not as the forward had it."""
+    def _leaf_fault(self, ours: int, again: Leaf | None, value: torch.Tensor) -> RoundPipeError | Leaf | None:
+        """What speaks against a weight: that it is not the forward's, or not as the forward had it.
+
+        A parameter that the layer has made is gone when the recompute is; one that was swapped in is not.
+        """
         before = self.trace.leaves.get(ours)
         if before is None or again is None:
             return None
@@ -302,7 +305,7 @@ class Frame:
         if then is None or now is None:  # hooks around the region may give copies of its inputs
             return None
         known = again.parameter or any(now is leaf.tensor() for leaf in self.trace.leaves.values())
-        return other_parameter(self.slot.label, str(self.trace.packs[ours])) if known else None
+        return again if known else None
 
     def check(self, holder: Holder, made_for: str) -> None:
         """Refuse a partner found by order if another kind of node saved it."""
@@ -507,12 +510,17 @@ def _value_of(holder: Holder) -> torch.Tensor:
     return value
 
 
-def _settle(holder: Holder, doubt: RoundPipeError | str) -> None:
+def _settle(holder: Holder, doubt: RoundPipeError | Leaf | str) -> None:
     if isinstance(doubt, str):
         holder.frame.check(holder, doubt)
         return
     holder.doubt = None
-    raise doubt
+    if isinstance(doubt, RoundPipeError):
+        raise doubt
+    if doubt.tensor() is not None:
+        gc.collect()  # an optimizer inside the layer makes a reference cycle with what it optimizes
+    if doubt.tensor() is not None:
+        raise other_parameter(holder.frame.slot.label, str(holder.frame.trace.packs[holder.index]))
 
 
 def _unpack_recomputed(partner: _Recomputed) -> torch.Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -547,3 +549,75 @@ def test_a_recompute_may_end_inside_of_torchscript() -> None:
         return x.grad, gradient
 
     agree(scenario)
+
+
+# Parameters that the layer makes itself, anew in each run
+
+
+def from_its_input(x, w):
+    return (nn.Parameter(x.detach().clone()) * x).sin() @ w
+
+
+def over_the_memory_of_a_weight(x, w):
+    return nn.functional.linear(x, nn.Parameter(w.detach())) * (x @ w)
+
+
+def in_a_call_of_a_module(x, w):
+    net = nn.Linear(6, 6)
+    return torch.func.functional_call(net, {"weight": nn.Parameter(w.detach() * 2)}, (x,)) * (x @ w)
+
+
+def in_a_copy_of_a_module(x, w, net=nn.Linear(6, 6)):  # noqa: B008
+    return copy.deepcopy(net)(x).sin() @ w
+
+
+def by_steps_of_an_optimizer(x, w):
+    fast = nn.Parameter(w.detach().clone())
+    steps = torch.optim.SGD([fast], lr=0.1)
+    for _ in range(2):
+        steps.zero_grad()
+        (x.detach() @ fast).square().mean().backward()
+        steps.step()
+    return (x @ fast).sin() @ w
+
+
+def by_gradients(x, w):
+    fast = nn.Parameter(w.detach().clone())
+    for _ in range(2):
+        (slope,) = torch.autograd.grad((x @ fast).sin().square().sum(), fast, create_graph=True)
+        fast = fast - 0.1 * slope
+    return (x @ fast).sin() @ w
+
+
+@pytest.mark.parametrize("way", [checkpoint, lambda layer, *args: checkpoint(checkpoint, layer, *args)])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        from_its_input,
+        over_the_memory_of_a_weight,
+        in_a_call_of_a_module,
+        in_a_copy_of_a_module,
+        by_steps_of_an_optimizer,
+        by_gradients,
+    ],
+)
+def test_a_parameter_made_anew_in_each_run(layer, way) -> None:
+    def scenario(way):
+        torch.manual_seed(0)
+        x, w, *_ = leaves()
+        way(layer, way(layer, x, w), w).square().sum().backward()
+        return x.grad, w.grad
+
+    agree(scenario, way)
+
+
+def test_a_parameter_made_anew_that_stays_beyond_the_run_is_refused() -> None:
+    kept, (x, w, *_) = [], leaves()
+
+    def layer(x):
+        kept.append(nn.Parameter(w.detach().clone()))
+        return x @ kept[-1]
+
+    with pytest.raises(CheckpointMismatchError, match="used another parameter than the forward") as caught:
+        checkpoint(layer, x).sum().backward()
+    assert "A parameter that the layer makes anew in each run may not be kept beyond the run." in str(caught.value)
