@@ -40,6 +40,7 @@ __all__ = [
     "input_changed",
     "is_ours",
     "kept_output_changed",
+    "multi_hooked",
     "no_partner",
     "not_kept",
     "not_yet",
@@ -79,6 +80,18 @@ def ran_uncompiled() -> CompileError:
             "decide again.",
             [],
             'use a backend that does, such as "inductor" or "aot_eager".',
+        )
+    )
+
+
+def multi_hooked(error: str) -> MismatchError:
+    """A hook for the gradients of several tensors, whose backwards differ under the second engine."""
+    return MismatchError(
+        message(
+            "with use_reentrant=True a hook by register_multi_grad_hook cannot be for a leaf or an argument of the "
+            "layer and for what the layer computes: their gradients come in two backwards.",
+            [("torch says", error.splitlines()[0])],
+            "register one hook for each of the two kinds, or use the default engine (use_reentrant=False).",
         )
     )
 

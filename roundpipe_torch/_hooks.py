@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ._inputs import tensors_in
 from ._state import tensors_of
 
-__all__ = ["Hooked", "Resting", "hooked_since", "is_hooked", "left_since", "now"]
+__all__ = ["Hooked", "Resting", "gradient_nodes", "hooked_since", "is_hooked", "left_since", "now"]
 
 _Hooks = MutableMapping[int, Callable[..., Any]]
 
@@ -58,6 +59,14 @@ def left_since(mark: int, function: Callable[..., Any], args: Sequence[Any], kwa
     return [found._replace(tensor=None) for found in hooked_since(mark, function, args, kwargs)]
 
 
+def gradient_nodes(mark: int, function: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+    """The nodes that take the gradients of the leaves which a call can reach, if hooks were registered since `mark`."""
+    if now() == mark:
+        return []
+    reached = (tensor for tensor in _reached(function, args, {}) if tensor.requires_grad and tensor.is_leaf)
+    return [get_gradient_edge(leaf).node for leaf in reached]
+
+
 def is_hooked(tensor: torch.Tensor) -> bool:
     """Whether someone sees the gradient of `tensor`."""
     return bool(tensor.retains_grad) or any(True for _ in _hooks_of(tensor))
@@ -66,9 +75,13 @@ def is_hooked(tensor: torch.Tensor) -> bool:
 def _hooks_before(
     function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Iterator[tuple[torch.Tensor, _Hooks]]:
-    for tensor in (*tensors_in(tuple(args), kwargs), *tensors_of(function, (*args, *kwargs.values()))):
+    for tensor in _reached(function, args, kwargs):
         for hooks in (*_hooks_of(tensor), *_hooks_of_node(tensor)):
             yield tensor, hooks
+
+
+def _reached(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    return [*tensors_in(tuple(args), kwargs), *tensors_of(function, (*args, *kwargs.values()))]
 
 
 def _hooks_of(tensor: torch.Tensor) -> Iterator[_Hooks]:
@@ -78,9 +91,11 @@ def _hooks_of(tensor: torch.Tensor) -> Iterator[_Hooks]:
 
 
 def _hooks_of_node(tensor: torch.Tensor) -> Iterator[_Hooks]:
-    """Those on the node that made it. Only a handle knows where they are."""
-    node = tensor.grad_fn
-    for register in () if node is None else (node.register_prehook, node.register_hook):
+    """Those on the node that made it, or that takes its gradient. Only a handle knows where they are."""
+    if not tensor.requires_grad:
+        return
+    node: Any = tensor.grad_fn or get_gradient_edge(tensor).node
+    for register in (node.register_prehook, node.register_hook):
         handle: Any = register(_nothing)
         hooks = handle.hooks_dict_ref()
         handle.remove()

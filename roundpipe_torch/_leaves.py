@@ -17,6 +17,9 @@ from typing import Any, ClassVar
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from roundpipe_core import RoundPipeError
+
+from ._errors import multi_hooked
 from ._matching import A_LEAF
 
 __all__ = ["gradients", "leaves_behind"]
@@ -82,7 +85,7 @@ def gradients(
     """The gradients by `leaves`, whose hooks wait for those of the backward around."""
     hooked = [_mute(leaf) for leaf in leaves]
     if not any(hooked):
-        return torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
+        return _differentiated(outputs, grads, leaves)
     task: list[int] = []
 
     def begin(_: Any) -> None:
@@ -95,9 +98,22 @@ def gradients(
         node: Any = root.grad_fn
         node.register_prehook(begin)  # before any leaf is reached
     try:
-        return torch.autograd.grad(roots, leaves, grads, allow_unused=True)
+        return _differentiated(roots, grads, leaves)
     finally:
         _Muted.within.difference_update(task)
+
+
+def _differentiated(
+    outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor | None]:
+    try:
+        return torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
+    except RoundPipeError:
+        raise
+    except RuntimeError as error:
+        if "_will_engine_execute_node" in str(error):
+            raise multi_hooked(str(error)) from error
+        raise
 
 
 def _mute(leaf: torch.Tensor) -> bool:

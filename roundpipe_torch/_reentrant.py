@@ -36,7 +36,7 @@ from ._errors import (
     wrong_option,
 )
 from ._frames import Options
-from ._hooks import Hooked, Resting, left_since, now
+from ._hooks import Hooked, Resting, gradient_nodes, left_since, now
 from ._inputs import restored
 from ._keep import Kept, forget_with, release
 from ._leaves import gradients, leaves_behind
@@ -71,7 +71,7 @@ def reentrant(
     spec = flatten((args, kwargs), leaves)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     region = _Region(function, spec, leaves, slot, options)
-    given, taken = region.forward(phase, tensors)
+    given, taken, _hooked = region.forward(phase, tensors)
     anchor = torch.empty(0, requires_grad=True)
     with _NO_CONTEXT if region.parcel is None or isinstance(thread.run, TorchRun) else region.parcel.inputs():
         outputs = _Reentrant.apply(region, given, anchor, len(tensors), *tensors, *taken)  # type: ignore[no-untyped-call]
@@ -113,8 +113,11 @@ class _Region:
 
     def forward(
         self, phase: Phase, tensors: tuple[torch.Tensor, ...]
-    ) -> tuple[list[tuple[torch.Tensor, bool]], list[torch.Tensor]]:
-        """The tensors of the outputs, each with whether it carries gradient; and the leaves that the closure gave.
+    ) -> tuple[list[tuple[torch.Tensor, bool]], list[torch.Tensor], list[Any]]:
+        """What the region's node needs.
+
+        The tensors of the outputs, each with whether it carries gradient; the leaves that the closure gave; and nodes
+        that may have got hooks, to be held until the region's node holds them.
 
         With a graph, so that a saved value's gradient shows (R5), but one that keeps nothing.
         """
@@ -153,8 +156,9 @@ class _Region:
             given = [(output.detach(), output.requires_grad) for output in outputs]
         own = {id(tensor) for tensor in tensors}
         taken = [weakref.ref(leaf) for leaf in behind or () if id(leaf) not in own]
+        nodes = gradient_nodes(mark, self.function, (*tensors, *self.leaves))
         del leaves, outputs, behind  # and with them the leaves that were made inside
-        return given, [leaf for ref in taken if (leaf := ref()) is not None]
+        return given, [leaf for ref in taken if (leaf := ref()) is not None], nodes
 
     def arguments(self, ctx: Any) -> tuple[torch.Tensor, ...]:
         """The arguments as the forward got them."""

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 from roundpipe_torch import MismatchError, checkpoint, keep, remat
 from tests.on_torch.oracle import agree, leaf, plain, reentrant, same
@@ -80,6 +81,56 @@ def on_the_node_of_its_input(u, w):
     return (u.sin() @ w).exp()
 
 
+def on_the_node_that_takes_the_gradient_of_a_weight(u, w):
+    y = u.sin() @ w
+    y.grad_fn.next_functions[1][0].register_prehook(lambda gradients: tuple(map(root, gradients)))
+    return y.exp()
+
+
+def on_the_edges_of_both(u, w):
+    y = u.sin() @ w
+    get_gradient_edge(w).node.register_prehook(lambda gradients: tuple(map(root, gradients)))
+    get_gradient_edge(u).node.register_prehook(lambda gradients: tuple(map(halve, gradients)))
+    return y.exp()
+
+
+def as_fsdp_registers_what_follows_accumulation(u, w):
+    def halve_all(*_):
+        w.grad.mul_(0.5)
+
+    view = w.expand_as(w)
+    view.grad_fn.next_functions[0][0].register_hook(halve_all)
+    return (u.sin() @ view).exp()
+
+
+def for_several_at_once(u, w):
+    def halve_all(gradients):
+        for gradient in gradients:
+            gradient.mul_(0.5)
+
+    register_multi_grad_hook([u, w], halve_all)
+    return (u.sin() @ w).exp()
+
+
+def for_several_that_it_computes(u, w):
+    def halve_all(gradients):
+        for gradient in gradients:
+            gradient.mul_(0.5)
+
+    h = u.sin()
+    y = h @ w
+    register_multi_grad_hook([h, y], halve_all)
+    return y.exp()
+
+
+def on_nodes_of_its_own(u, w):
+    h = u.sin()
+    y = h @ w
+    y.grad_fn.register_prehook(lambda gradients: tuple(map(root, gradients)))
+    h.grad_fn.register_hook(lambda gradients, _: (gradients[0] * 0.5,))
+    return y.exp()
+
+
 def in_a_container_and_in_a_region_inside(u, w, call=plain):
     def inner(values):
         values["u"][0].register_hook(halve)
@@ -101,6 +152,12 @@ ON_THE_OUTSIDE = [
     on_a_weight,
     after_accumulation,
     on_the_node_of_its_input,
+    on_the_node_that_takes_the_gradient_of_a_weight,
+    on_the_edges_of_both,
+    as_fsdp_registers_what_follows_accumulation,
+    for_several_at_once,
+    for_several_that_it_computes,
+    on_nodes_of_its_own,
     in_a_container_and_in_a_region_inside,
     in_a_module,
 ]
@@ -338,6 +395,17 @@ def test_the_second_engine_has_the_hooks_of_outputs(way) -> None:
         return keep(hooked(product, root), u.sin(), w).exp() * u
 
     same(step(way, layer), step(plain, layer), within=1e-12)
+
+
+def test_the_second_engine_refuses_one_hook_for_both_of_its_backwards() -> None:
+    def layer(u, w):
+        y = u.sin() @ w
+        register_multi_grad_hook([y, w], print)
+        return y.exp()
+
+    with pytest.raises(MismatchError, match="register_multi_grad_hook cannot be for a leaf or an argument") as caught:
+        step(reentrant, layer)
+    assert "register one hook for each of the two kinds" in str(caught.value).splitlines()[-1]
 
 
 def test_the_second_engine_refuses_hooks_on_arguments() -> None:
