@@ -28,7 +28,7 @@ from roundpipe_core import MutationError
 from roundpipe_core._slots import Slot
 from roundpipe_core._trees import flatten
 
-from ._errors import buffer_changed, buffer_unknown
+from ._errors import buffer_changed, buffer_unknown, user_line
 from ._state import Watch, modules_of
 from ._views import version_of
 
@@ -78,12 +78,13 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 class _Buffer:
     """One buffer, when the forward began."""
 
-    __slots__ = ("_noted", "after", "before", "module", "name", "seen", "tensor", "version")
+    __slots__ = ("_noted", "after", "before", "called", "module", "name", "seen", "tensor", "version")
 
     def __init__(self, module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
         self.module, self.name, self.tensor = module, name, tensor
         self.version = 0
         self.seen = False  # to have changed
+        self.called = ""  # where the forward was that changed it though nobody had kept its values
         self._noted: tuple[int, int, torch.Tensor] | None = None  # the last value asked for, and what it was made of
         self.before: torch.Tensor | None = None
         self.after: torch.Tensor | None = None  # when the forward of a layer that asks for its phase was over
@@ -108,6 +109,8 @@ class _Buffer:
     def settle(self, told: bool) -> bool:
         """Whether the forward changed it, as far as that can be seen. `told`: the layer knows its phase."""
         changed = self._settled()
+        if changed and self.is_lost():
+            self.called = user_line()
         now = self.module._buffers.get(self.name)
         if changed and told and now is not None and not isinstance(self.module, _NormBase):
             self.after = _copied(now)
@@ -128,13 +131,14 @@ class _Buffer:
         known[what] = changed or known.get(what, False)
         return changed
 
-    def copy(self, layer: str, as_before: bool) -> torch.Tensor:
+    def is_lost(self) -> bool:
+        """Whether its values before are gone: a write that nobody could foresee, to what is too large to be copied."""
+        return self.before is None and not isinstance(self.module, _NormBase)
+
+    def copy(self, as_before: bool) -> torch.Tensor:
         """What a recompute may change in its place."""
         if as_before and self.before is not None:
             return _copied(self.before)
-        if as_before and not isinstance(self.module, _NormBase):
-            # A write that nobody could foresee, to a buffer too large to be copied each time for nothing.
-            raise buffer_unknown(layer, type(self.module).__qualname__, self.name)
         return self.of_now() if self.after is None else _copied(self.after)
 
     def of_now(self) -> torch.Tensor:
@@ -202,22 +206,27 @@ class Buffers:
             module._buffers[name] = before
             self.replaced.pop()
 
-    def new(self) -> bool:
-        """Whether a layer that asks for its phase has changed one of which it is not known what a recompute does."""
-        return any(buffer.seen and buffer.name not in _repeating.of(buffer.module) for buffer in self._changed)
+    def unsure(self, told: bool) -> bool:
+        """Whether a recompute has to show where one is changed, or if it is. `told`: the layer knows its phase."""
+        return any(
+            (told and buffer.seen and buffer.name not in _repeating.of(buffer.module))
+            or (buffer.is_lost() and _as_before(buffer.module, buffer.name, told))
+            for buffer in self._changed
+        )
 
     @contextlib.contextmanager
     def copies(self, layer: str, told: bool) -> Iterator[None]:
         """Let the modules have copies. `told`: the layer knows its phase."""
         self.misled = False
-        copies = [
-            (buffer, buffer.copy(layer, _as_before(buffer.module, buffer.name, told))) for buffer in self._moving()
-        ]
+        moving = [(buffer, _as_before(buffer.module, buffer.name, told)) for buffer in self._moving()]
+        copies = [(buffer, buffer.copy(as_before)) for buffer, as_before in moving]
+        unknown = [buffer for buffer, as_before in moving if as_before and buffer.is_lost()]
         begun = [(buffer, copy, version_of(copy)) for buffer, copy in copies]
         older = [(buffer, buffer.then()) for buffer in self._same if buffer.changed_since()]
         lost = [buffer for buffer, old in older if old is None]
         copies += [(buffer, old) for buffer, old in older if old is not None]
-        with self._swap(copies), _Unread(layer, lost) if lost else _NO_CONTEXT:
+        unread = _Unread(layer, lost) if lost else _NO_CONTEXT
+        with self._swap(copies), unread, _Unwritten(layer, unknown[0]) if unknown else _NO_CONTEXT:
             try:
                 yield
             except BaseException:
@@ -286,6 +295,35 @@ class _Unread(Watch):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         if self._fault is not None and error[1] is not self._fault:  # the layer caught it
             raise self._fault
+
+
+class _Unwritten(Watch):  # type: ignore[no-untyped-call]
+    """Refuses a recompute that lacks the values of a buffer. It runs only to find the line that writes to it."""
+
+    def __init__(self, layer: str, buffer: _Buffer) -> None:
+        super().__init__()
+        self._layer, self._buffer = layer, buffer
+        self._storage = _storage(buffer.module._buffers[buffer.name])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        leaves: list[Any] = []
+        written = (argument.name for argument in func._schema.arguments if argument.is_write)
+        flatten([given.get(name) for name in written], leaves)
+        if any(isinstance(leaf, torch.Tensor) and _storage(leaf) == self._storage for leaf in leaves):
+            raise self._fault(("written at", user_line()))
+        return func(*args, **kwargs)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if not isinstance(error[1], MutationError):  # the recompute does not write to it, or ended before
+            raise self._fault()
+
+    def _fault(self, *places: tuple[str, str]) -> MutationError:
+        buffer = self._buffer
+        facts = [("called at", buffer.called), *places]
+        return buffer_unknown(self._layer, type(buffer.module).__qualname__, buffer.name, facts)
 
 
 def _storage(tensor: Any) -> int:

@@ -337,13 +337,13 @@ def argument_written(layer: str, name: str, place: Place, tensor: torch.Tensor) 
     )
 
 
-def buffer_unknown(layer: str, module: str, name: str) -> MutationError:
+def buffer_unknown(layer: str, module: str, name: str, places: list[tuple[str, str]]) -> MutationError:
     """A forward changed a large buffer for the first time, whose values before nobody kept."""
     return MutationError(
         message(
             f"layer {layer!r}: the forward changed buffer {name!r} of {module}, which earlier forwards left as it was, "
             "so the recompute cannot start from its old values.",
-            [],
+            places,
             "change it with update_once(...), which the recompute leaves out, if the layer's output needs the new "
             "values only.",
         )

@@ -330,7 +330,7 @@ class Frame:
 
     def learns(self) -> bool:
         """Whether the recompute has to be whole, to see what it changes."""
-        return self.trace.told_at >= 0 and self._buffers is not None and self._buffers.new()
+        return self._buffers is not None and self._buffers.unsure(self.trace.told_at >= 0)
 
     def _audited(self, audit: Audit, outputs: Any) -> None:
         if self._buffers is not None and self._buffers.misled:

@@ -437,6 +437,75 @@ def test_a_large_buffer_changed_for_the_first_time_is_told() -> None:
     checkpoint(layer, leaf(T, D)).sum().backward()
 
 
+class Changing(nn.Module):
+    """Changes a large buffer, once it is let."""
+
+    def __init__(self, change) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.ones(T, 5000))
+        self.change, self.changes = change, False
+
+    def forward(self, x):
+        y = (x * self.state.mean(1, keepdim=True)).exp().sin()
+        if self.changes:
+            self.change(self.state, x.detach().sum())
+        return y
+
+
+def in_place(state, total):
+    state += total
+
+
+def by_index(state, total):
+    state[0] = total
+
+
+def by_out(state, total):
+    torch.add(state, total, out=state)
+
+
+def among_others(state, total):
+    torch._foreach_add_([torch.zeros(2), state], 1.0)
+
+
+def through_a_view(state, total):
+    state.view(-1).narrow(0, 0, 3).fill_(total)
+
+
+@pytest.mark.parametrize("change", [in_place, by_index, by_out, among_others, through_a_view])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_the_line_that_changed_a_large_buffer_is_told(change, use_reentrant) -> None:
+    layer = Changing(change)
+
+    def step():
+        return checkpoint(layer, leaf(T, D), use_reentrant=use_reentrant)
+
+    step().sum().backward()
+    layer.changes = True
+    y = step()
+    with pytest.raises(MutationError) as caught:
+        y.sum().backward()
+    assert str(caught.value).splitlines() == [
+        "layer 'Changing': the forward changed buffer 'state' of Changing, which earlier forwards left as it was, so "
+        "the recompute cannot start from its old values.",
+        f"  called at: {__file__}:{step.__code__.co_firstlineno + 1}",
+        f"  written at: {__file__}:{change.__code__.co_firstlineno + 1}",
+        "  way out: change it with update_once(...), which the recompute leaves out, if the layer's output needs the "
+        "new values only.",
+    ]
+    step().sum().backward()  # from now on it is copied in time
+
+
+def test_where_the_layer_was_called_is_told_if_the_recompute_does_not_change_the_buffer() -> None:
+    layer = Changing(in_place)
+    checkpoint(layer, leaf(T, D)).sum().backward()
+    layer.changes = True
+    y = checkpoint(layer, leaf(T, D))
+    layer.changes = False
+    with pytest.raises(MutationError, match=r"\n  called at: .*test_state_once.py:\d+\n  way out"):
+        y.sum().backward()
+
+
 def test_what_a_forward_holds_goes_with_its_graph() -> None:
     layer = Moving()
     before = weakref.ref(layer.sum)
