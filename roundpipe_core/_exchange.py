@@ -6,13 +6,13 @@ brings an `Importer`, which makes arrays of its own framework.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
 from ._errors import ExchangeError, OptionError, message
 from ._producers import Fault, Offer, Producer, producer_of, said
+from ._slots import place_outside, where
 
 __all__ = ["CopyPolicy", "ExchangeReport", "Importer", "exchange", "is_foreign"]
 
@@ -88,7 +88,7 @@ def exchange(importer: Importer, value: Any, copy: CopyPolicy) -> tuple[Any, Exc
         raise OptionError(
             message(
                 f"from_dlpack: copy={copy!r} does not exist.",
-                [("called at", _users_line())],
+                [("called at", where(place_outside()))],
                 f"choose one of {', '.join(map(repr, _POLICIES))}.",
             )
         )
@@ -187,21 +187,10 @@ def _speaks_dlpack(value: Any) -> bool:
 def _refusal(importer: Importer, what: Callable[[], str]) -> Callable[[Fault], ExchangeError]:
     def refuse(fault: Fault) -> ExchangeError:
         headline = f"{what()} cannot be taken into {importer.spoken}: {fault[0]}."
-        return ExchangeError(message(headline, [("called at", _users_line())], fault[1]))
+        return ExchangeError(message(headline, [("called at", where(place_outside()))], fault[1]))
 
     return refuse
 
 
 def _article(name: str) -> str:
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
-
-
-_OURS = {"roundpipe_core", "roundpipe_torch", "roundpipe_jax"}
-
-
-def _users_line() -> str:
-    """The innermost line outside of this project."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -9,9 +9,12 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import os
+import sys
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from ._backend import Backend, backend_of, compare, expand
@@ -27,7 +30,9 @@ __all__ = [
     "Slot",
     "Taken",
     "facts_of",
+    "is_ours",
     "label_of",
+    "place_outside",
     "row_counts",
     "spoken",
     "where",
@@ -276,6 +281,22 @@ def facts_of(saves: Iterable[tuple[Key, Place]]) -> list[tuple[str, str]]:
 def where(place: Place) -> str:
     """A place as editors open it."""
     return f"{place[0]}:{place[1]}"
+
+
+_OURS = tuple(str(Path(__file__).parents[1] / f"roundpipe_{name}") + os.sep for name in ("core", "torch", "jax"))
+
+
+def is_ours(filename: str) -> bool:
+    """Whether a file belongs to this project."""
+    return filename.startswith(_OURS)
+
+
+def place_outside(*names: str) -> Place:
+    """The innermost line outside of this project, and of files whose names begin with one of `names`."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((*_OURS, *names)):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 def label_of(target: Any) -> str:

@@ -11,7 +11,6 @@ The functions give errors to raise; `layer` is the label of the region.
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from roundpipe_core import MismatchError, MutationError, OptionError, RoundPipeError, SlotError
 from roundpipe_core._errors import message
-from roundpipe_core._slots import Place, label_of, where
+from roundpipe_core._slots import Place, label_of, place_outside, where
 
 __all__ = [
     "CheckpointMismatchError",
@@ -38,7 +37,6 @@ __all__ = [
     "drawn_in_another_layout",
     "hooked_inside",
     "input_changed",
-    "is_ours",
     "kept_output_changed",
     "multi_hooked",
     "no_partner",
@@ -418,14 +416,7 @@ def wrong_option(target: Any, what: str, way_out: str, *facts: tuple[str, str]) 
     return OptionError(message(what, [("layer", repr(label_of(target))), ("called at", user_line()), *facts], way_out))
 
 
-_OURS = tuple(str(Path(__file__).parents[1] / name) + os.sep for name in ("roundpipe_core", "roundpipe_torch"))
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-_NOT_THEIRS = (*_OURS, _TORCH)
-
-
-def is_ours(filename: str) -> bool:
-    """Whether a file belongs to this library."""
-    return filename.startswith(_OURS)
 
 
 def user_line() -> str:
@@ -435,10 +426,7 @@ def user_line() -> str:
 
 def user_place() -> Place:
     """The file and the number of that line."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THEIRS):
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
+    return place_outside(_TORCH)
 
 
 user_line._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called, not traced, by torch.compile

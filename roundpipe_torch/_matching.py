@@ -23,7 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ._errors import is_ours, user_line
+from roundpipe_core._slots import is_ours
+
+from ._errors import user_line
 
 node_count: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """Autograd nodes that this thread has made."""

@@ -13,10 +13,10 @@ from typing import Any, NoReturn, TypeVar
 
 from roundpipe_core import GradientError, OptionError, PhaseError, RoundPipeError, SlotError
 from roundpipe_core._errors import message
-from roundpipe_core._slots import Key, Place, spoken, where
+from roundpipe_core._slots import Key, Place, is_ours, spoken, where
 
 from ._decided import learn_to_trace
-from ._errors import CompileError, is_ours
+from ._errors import CompileError
 
 __all__ = [
     "begin",
