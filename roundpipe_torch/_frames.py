@@ -360,7 +360,7 @@ class _Recompute:
         self.trace = Trace(frame._options.debug, frame._located, frame.trace)
         self.done = False
         self._stop_segment = self._stop_offset = -1
-        if frame.stop_at >= 0 and not frame.learns():
+        if frame.stop_at >= 0 and not frame.learns() and not _draws_late():
             self._stop_segment, self._stop_offset = frame.trace.position(frame.stop_at)
 
     def run(self, watch: DrawWatch | None, numbers: list[torch.Tensor]) -> bool:
@@ -487,6 +487,12 @@ class _Recompute:
 
 
 region_codes |= {Frame.forward.__code__, _Recompute.run.__code__}
+
+
+def _draws_late() -> bool:
+    """Whether the operation whose backward asks has saved a tensor before it drew what goes there. Only `rrelu` does."""
+    node: Any = torch._C._current_autograd_node()
+    return node is not None and node.name().startswith("RreluWithNoise")
 
 
 def _unpack(holder: Holder) -> torch.Tensor:

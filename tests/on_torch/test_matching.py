@@ -551,6 +551,17 @@ def test_a_recompute_may_end_inside_of_torchscript() -> None:
     agree(scenario)
 
 
+@pytest.mark.parametrize("way", ENGINES)
+def test_noise_that_is_saved_before_it_is_drawn(way) -> None:
+    def scenario(way):
+        torch.manual_seed(0)
+        x, w, *_ = leaves()
+        way(lambda x: nn.functional.rrelu(x @ w, training=True), x).square().sum().backward()
+        return x.grad, w.grad
+
+    agree(scenario, way)
+
+
 # Parameters that the layer makes itself, anew in each run
 
 
