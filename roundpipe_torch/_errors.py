@@ -47,6 +47,7 @@ __all__ = [
     "other_parameter",
     "other_shape",
     "ran_uncompiled",
+    "saved_inside_torchs",
     "sharded_inside",
     "started_inside",
     "tensor_changed",
@@ -260,6 +261,17 @@ def started_inside(layer: str) -> CheckpointMismatchError:
             [],
             "use the device before, for instance by moving the model or the input to it, or pass "
             "preserve_rng_state=False.",
+        )
+    )
+
+
+def saved_inside_torchs(layer: str, place: Place) -> MismatchError:
+    """A decision in a part that torch's own checkpoint runs again by itself, where nobody can give it back."""
+    return MismatchError(
+        message(
+            f"layer {layer!r}: a decision is saved inside torch.utils.checkpoint, whose recompute would decide again.",
+            [("saved at", where(place))],
+            "use roundpipe_torch.checkpoint there too, or pass context_fn=roundpipe_torch.recompute_contexts.",
         )
     )
 

@@ -490,7 +490,7 @@ region_codes |= {Frame.forward.__code__, _Recompute.run.__code__}
 
 
 def _draws_late() -> bool:
-    """Whether the operation whose backward asks has saved a tensor before it drew what goes there. Only `rrelu` does."""
+    """Whether the operation whose backward asks has saved a tensor before it drew what goes there, as `rrelu` does."""
     node: Any = torch._C._current_autograd_node()
     return node is not None and node.name().startswith("RreluWithNoise")
 

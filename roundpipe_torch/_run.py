@@ -16,7 +16,7 @@ from roundpipe_core._slots import NOTHING, Entry, Key, Place, Slot
 
 from ._backend import adopted, without_gradient
 from ._buffers import Buffers, Moved
-from ._errors import tensor_changed
+from ._errors import saved_inside_torchs, tensor_changed
 from ._hooks import Hooked
 from ._keep import keep
 from ._matching import Trace
@@ -89,6 +89,8 @@ class TorchRun(Run):
         return keep(self, function, args, kwargs, place)
 
     def stored(self, entry: Entry, offload: bool | None) -> None:
+        if self.trace is not None and not self.keeping and _is_torchs(_innermost(False)):
+            raise saved_inside_torchs(self.slot.label, entry.place)
         wanted = self.plan is not None and self.plan.saves if offload is None else offload
         if not wanted or self.slot.rows is not None:  # a tape takes the arrays themselves
             return
@@ -172,6 +174,14 @@ class TorchRun(Run):
         # A decision may need a gradient of its own. No recompute would make what that asks for.
         with saved_tensors_hooks(partial(pack_plainly, self.slot), unpack_plainly):
             return without_gradient(function)
+
+
+def _is_torchs(hooks: Any) -> bool:
+    """Whether hooks for saved tensors are those of torch's own checkpoint."""
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+_innermost: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def is_told(run: Run | None) -> bool:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from roundpipe_torch import (
+    MismatchError,
     OptionError,
     checkpoint,
     doing_recompute,
@@ -180,3 +181,25 @@ def test_a_bad_option_of_a_call(options, line) -> None:
     assert text[:2] == [line, "  layer: 'exp'"]
     assert text[2].startswith(f"  called at: {__file__}:")
     assert text[3:] == ["  way out: pass determinism_check='default'."]
+
+
+@pytest.mark.parametrize(
+    "decide", [lambda: save_for_recompute(3)[0], lambda: recompute_once(lambda: 3)], ids=["save", "once"]
+)
+def test_a_decision_in_a_checkpoint_of_torchs_inside_ours_is_refused_with_the_way_out(decide) -> None:
+    def outer(call, x):
+        return call(lambda x: torch.sin(x * decide()), x.exp())
+
+    def bare(function, *args):
+        return torch_checkpoint(function, *args, use_reentrant=False)
+
+    with pytest.raises(MismatchError, match=r"a decision is saved inside torch\.utils\.checkpoint") as caught:
+        checkpoint(outer, bare, leaf())
+    assert str(caught.value).splitlines()[-1] == (
+        "  way out: use roundpipe_torch.checkpoint there too, or pass context_fn=roundpipe_torch.recompute_contexts."
+    )
+    for call in (torchs, checkpoint):
+        x, y = leaf(), leaf()
+        checkpoint(outer, call, x).sum().backward()
+        torch.sin(y.exp() * 3).sum().backward()
+        assert torch.equal(x.grad, y.grad)
