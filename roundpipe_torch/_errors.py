@@ -155,8 +155,8 @@ def tensor_changed(layer: str, tensor: torch.Tensor) -> MutationError:
             f"layer {layer!r}: a tensor needed for gradient computation has been modified by an inplace operation "
             f"after it was saved: {_described(tensor)}.",
             [],
-            "compute out of place what later operations need, and change weights after backward; autograd without "
-            "checkpointing refuses this too.",
+            "compute out of place what later operations need, and change weights and other tensors after backward; "
+            "autograd without checkpointing refuses this too.",
         )
     )
 

@@ -277,6 +277,8 @@ class Frame:
             if holder is not None and partner is not None:
                 holder.value, holder.version = partner.value, partner.version
                 holder.doubt = self._leaf_fault(ours, recompute.leaves.get(theirs), partner.value)
+                if partner.recompute.changed and partner.recompute.changed.get(ours) is partner.value:
+                    holder.doubt = tensor_changed(self.slot.label, partner.value)
                 if self.trace.layouts.get(ours) != recompute.layouts.get(theirs):
                     partner.recompute.relaid = ours
 
@@ -348,13 +350,14 @@ class _Recompute:
     """One run of a frame's region during backward."""
 
     __slots__ = (
-        "_asked", "_stop_offset", "_stop_segment", "_tried", "done", "drew", "frame", "relaid", "trace",
+        "_asked", "_stop_offset", "_stop_segment", "_tried", "changed", "done", "drew", "frame", "relaid", "trace",
     )  # fmt: skip
 
     def __init__(self, frame: Frame, asked: Holder | None) -> None:
         self.frame = frame
         self._asked = asked  # the holder that backward waits for, if it has come to one
         self._tried = -1
+        self.changed = frame.trace.changed()  # before it runs: what it writes itself it may write
         self.relaid = -1  # a pack of the forward that the recompute has with other strides
         self.drew = False  # random numbers, after the last decision; known where `relaid` is
         self.trace = Trace(frame._options.debug, frame._located, frame.trace)

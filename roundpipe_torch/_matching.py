@@ -84,8 +84,8 @@ class Trace:
     """The packs of one run, and where its segments begin."""
 
     __slots__ = (
-        "__weakref__", "_of", "_regions", "_untold", "base", "begun", "layouts", "leaves", "live", "makers", "numbers",
-        "packs", "places", "points", "refs", "standing", "starts", "told_at",
+        "__weakref__", "_of", "_regions", "_untold", "base", "begun", "constants", "layouts", "leaves", "live",
+        "makers", "numbers", "packs", "places", "points", "refs", "standing", "starts", "told_at",
     )  # fmt: skip
 
     def __init__(self, debug: bool, locating: bool, of: Trace | None = None) -> None:
@@ -104,6 +104,8 @@ class Trace:
         self._of = of
         self.layouts: dict[int, tuple[int, ...]] = {}  # strides of each pack, once told
         self.leaves: dict[int, Leaf] = {}
+        self.constants: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        """Tensors without gradient that the forward saved, and their versions then."""
         self.standing: dict[tuple[int, int], tuple[str, int]] = {}  # makers of what stands for outputs of another node
         self.live: list[int] = []  # packs alive when the run was over
         self.places: list[str] | None = [] if debug else None
@@ -130,6 +132,8 @@ class Trace:
             if weight is not None and weight.is_leaf:
                 leaf = weakref.ref(weight), weight._version, type(weight) is not torch.Tensor
                 self.leaves[n] = tuple.__new__(Leaf, leaf)
+        elif of is None:
+            self.constants[n] = weakref.ref(tensor), tensor._version
         line = None if self.told_at < 0 else self._origin(n, tensor)
         what = (tensor.shape, tensor.dtype, tensor.device, count - self.base, line)
         self.packs.append(tuple.__new__(Saved, what))  # half the time of Saved(...)
@@ -137,9 +141,11 @@ class Trace:
             self.places.append("at " + user_line())
 
     def witness(self, tensor: torch.Tensor) -> None:
-        """Note a pack for its layout alone: one of a region inside, or one that nothing is matched with."""
+        """Note a pack for its layout or version alone: one of a region inside, or one that nothing is matched with."""
         if self.told_at >= 0:
             self.add(self, tensor)
+        elif not tensor.requires_grad:
+            self.constants[len(self.constants)] = weakref.ref(tensor), tensor._version
 
     def _origin(self, n: int, tensor: torch.Tensor) -> int:
         """Note what made pack `n`, and how it lies in memory. Returns its line."""
@@ -172,6 +178,11 @@ class Trace:
         """Leave out nodes that a recompute made in the midst of this run."""
         self.base += nodes
         self.begun += nodes
+
+    def changed(self) -> dict[int, torch.Tensor]:
+        """Of the tensors without gradient those that were written to since, by pack."""
+        alive = ((n, ref(), version) for n, (ref, version) in self.constants.items())
+        return {n: tensor for n, tensor, version in alive if tensor is not None and tensor._version != version}
 
     def position(self, pack: int) -> tuple[int, int]:
         """The segment of a pack, and its place there."""

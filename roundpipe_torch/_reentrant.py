@@ -33,6 +33,7 @@ from ._errors import (
     input_changed,
     sharded_inside,
     started_inside,
+    tensor_changed,
     wrong_option,
 )
 from ._frames import Options
@@ -89,7 +90,8 @@ class _Region:
 
     __slots__ = (
         "__weakref__", "accumulates", "ambient", "buffers", "crowded", "function", "generators", "hooked", "leaves",
-        "located", "outermost", "output_leaves", "output_spec", "parcel", "slot", "spec", "trace", "wrote",
+        "located", "outermost", "output_leaves", "output_spec", "parcel", "slot", "spec", "trace", "weights",
+        "wrote",
     )  # fmt: skip
 
     def __init__(
@@ -107,6 +109,7 @@ class _Region:
         self.outermost = True  # of the regions of this engine
         self.accumulates = False  # at once, in the backward inside
         self.wrote = False  # into its arguments
+        self.weights: list[tuple[weakref.ref[torch.Tensor], int]] = []  # leaves that the closure gave, with versions
         self.trace = Trace(False, self.located)
         self.output_spec: Spec
         self.output_leaves: list[Any] = []
@@ -158,13 +161,25 @@ class _Region:
         taken = [weakref.ref(leaf) for leaf in behind or () if id(leaf) not in own]
         nodes = gradient_nodes(mark, self.function, (*tensors, *self.leaves))
         del leaves, outputs, behind  # and with them the leaves that were made inside
-        return given, [leaf for ref in taken if (leaf := ref()) is not None], nodes
+        alive = [leaf for ref in taken if (leaf := ref()) is not None]
+        self.weights = [(weakref.ref(leaf), leaf._version) for leaf in alive]
+        return given, alive, nodes
 
     def arguments(self, ctx: Any) -> tuple[torch.Tensor, ...]:
         """The arguments as the forward got them."""
         if self.wrote:
             raise input_changed(self.slot.label, None)
         tensors: tuple[torch.Tensor, ...] = restored(self.slot.label, lambda: ctx.saved_tensors)
+        weights = ((ref(), version) for ref, version in self.weights)
+        changed = [weight for weight, version in weights if weight is not None and weight._version != version]
+        if self.trace.told_at < 0:  # else the recompute may do without them
+            changed += self.trace.changed().values()
+        if changed:
+            modules = modules_of(self.function, self.leaves)
+            copied = {id(buffer) for module in modules for buffer in module.buffers()}
+            for tensor in changed:
+                if id(tensor) not in copied:
+                    raise tensor_changed(self.slot.label, tensor)
         return tensors
 
     @run_as_it_is

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from roundpipe_torch import (
     recompute_once,
     save_for_recompute,
 )
-from tests.on_torch.oracle import ENGINES, agree, leaf
+from tests.on_torch.oracle import ENGINES, agree, leaf, reentrant
 
 
 def leaves(seed: int = 0) -> list[torch.Tensor]:
@@ -549,6 +550,43 @@ def test_a_recompute_may_end_inside_of_torchscript() -> None:
         return x.grad, gradient
 
     agree(scenario)
+
+
+def test_a_constant_of_the_closure_that_others_change_before_backward_is_told() -> None:
+    nested = lambda layer, x: checkpoint(lambda x: checkpoint(layer, x.sin()).cos(), x)  # noqa: E731
+    for way in (checkpoint, nested, reentrant):
+        for layer, constant in ((torch.mul, torch.ones(6)), (lambda x, at: x[at].exp(), torch.tensor([0, 2]))):
+            (x, *_), module = leaves(), SimpleNamespace(constant=constant)
+            y = way(lambda x, layer=layer, module=module: layer(x, module.constant), x)
+            y.sum().backward(retain_graph=True)
+            constant.add_(1)
+            with pytest.raises(MutationError, match="has been modified by an inplace operation after it was saved"):
+                y.sum().backward()
+
+
+@pytest.mark.parametrize("way", ENGINES)
+def test_a_scratch_tensor_that_the_layer_fills_in_each_run_may_be_saved(way) -> None:
+    def scenario(way):
+        (x, w, *_), scratch = leaves(), torch.empty(6, 6)
+
+        def layer(x):
+            scratch.copy_(x.detach().cos())
+            return (x @ w).sin() * scratch
+
+        way(layer, x).sum().backward()
+        return x.grad, w.grad
+
+    agree(scenario, way)
+
+
+@pytest.mark.parametrize("way", ENGINES)
+def test_a_weight_that_is_stepped_before_backward_is_told(way) -> None:
+    x, w, *_ = leaves()
+    y = way(lambda x: (x @ w).sin(), x)
+    with torch.no_grad():
+        w.add_(1)
+    with pytest.raises(MutationError, match="has been modified by an inplace operation after it was saved"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("way", ENGINES)
