@@ -345,11 +345,12 @@ def _first(run: Any, kept: Kept, call: _Call, isolated: bool, waiting: list[Argu
     if isolated and not all(tensor.is_leaf for tensor in before):
         raise hooked_inside(kept.layer, kept.name, kept.place)
     kept.site.watch([*before, *filter(is_hooked, tracked)])
-    kept.linked, foreign = _reached(tracked, given[: call.count] if isolated else given, begun)
+    kept.linked, foreign, sideways = _reached(tracked, given[: call.count] if isolated else given, begun)
     if isolated:
         if foreign:
             raise captured(kept.layer, kept.name, kept.place)
-        kept.linked = [n for n, tensor in enumerate(call.tensors) if tensor.requires_grad]
+        if sideways:
+            kept.linked = [n for n, tensor in enumerate(call.tensors) if tensor.requires_grad]
         kept.graph = [get_gradient_edge(leaf) for leaf in tracked]
     elif run.trace is not None:
         kept.makers = [run.trace.maker(leaf) for leaf in tracked]
@@ -398,20 +399,27 @@ def _line_up(run: Any, kept: Kept, leaves: list[Any], nodes: int) -> None:
         run.trace.stand_in(tracked, kept.makers)
 
 
-def _reached(outputs: Iterable[torch.Tensor], arguments: list[torch.Tensor], begun: int) -> tuple[list[int], bool]:
-    """The arguments that a gradient of the outputs gets to, and whether it gets to other nodes from before."""
+def _reached(
+    outputs: Iterable[torch.Tensor], arguments: list[torch.Tensor], begun: int
+) -> tuple[list[int], bool, bool]:
+    """The arguments that a gradient of the outputs gets to, and whether it gets to other nodes from before.
+
+    Also whether there is a region of the second engine, whose backward may get to arguments from the side.
+    """
     waiting: list[_Node] = [out.grad_fn for out in outputs]
     if not waiting:  # in inference mode a weight could not even be asked for its edge
-        return [], False
+        return [], False, False
     edges: dict[tuple[_Node, int], int] = {}
     for n, tensor in enumerate(arguments):
         if tensor.requires_grad:
             edge: Any = get_gradient_edge(tensor)
             edges.setdefault((edge[0], edge[1]), n)
-    seen, foreign = set(waiting), False
+    seen, foreign, sideways = set(waiting), False, False
     reached: set[int] = set()
     while waiting:
-        for edge in waiting.pop().next_functions:
+        asked = waiting.pop()
+        sideways = sideways or getattr(getattr(asked, "region", None), "accumulates", False)
+        for edge in asked.next_functions:
             node = edge[0]
             if edge in edges:
                 reached.add(edges[edge])
@@ -422,7 +430,7 @@ def _reached(outputs: Iterable[torch.Tensor], arguments: list[torch.Tensor], beg
             elif node not in seen:
                 seen.add(node)
                 waiting.append(node)
-    return sorted(reached), foreign
+    return sorted(reached), foreign, sideways
 
 
 def release(slot: Slot) -> None:

@@ -26,17 +26,17 @@ __all__ = ["gradients", "leaves_behind"]
 
 
 def leaves_behind(
-    outputs: Iterable[torch.Tensor], inputs: Iterable[tuple[Any, int]], begun: int, whole: Callable[[Any], bool]
+    outputs: Iterable[torch.Tensor], inputs: dict[tuple[Any, int], bool], begun: int, whole: Callable[[Any], bool]
 ) -> list[torch.Tensor] | None:
-    """The leaves that `outputs` depend on, those among `inputs` too; None if there are other ways out.
+    """The leaves that `outputs` depend on, those among the arguments too; None if there are other ways out.
 
     Args:
         outputs: of a region.
-        inputs: node and output number of its arguments, as they were when it began.
+        inputs: node and output number of its arguments, as they were when it began. Those that are reached become True.
         begun: the number of the first node that it could make.
         whole: whether a node of a `torch.autograd.Function` needs a backward that accumulates.
     """
-    ends, seen = set(inputs), set()
+    seen = set()
     leaves: dict[int, torch.Tensor] = {}
     waiting: list[tuple[Any, int]] = []
     for output in outputs:
@@ -47,7 +47,10 @@ def leaves_behind(
     while waiting:
         edge = waiting.pop()
         node = edge[0]
-        if node is None or node in seen or edge in ends:
+        if edge in inputs:
+            inputs[edge] = True
+            continue
+        if node is None or node in seen:
             continue
         seen.add(node)
         number = node._sequence_nr()

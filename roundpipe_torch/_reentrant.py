@@ -73,6 +73,8 @@ def reentrant(
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     region = _Region(function, spec, leaves, slot, options)
     given, taken, _hooked = region.forward(phase, tensors)
+    if any(region.idle):  # a hook on them would be called with None
+        tensors = tuple(t.detach() if idle else t for t, idle in zip(tensors, region.idle, strict=True))
     anchor = torch.empty(0, requires_grad=True)
     with _NO_CONTEXT if region.parcel is None or isinstance(thread.run, TorchRun) else region.parcel.inputs():
         outputs = _Reentrant.apply(region, given, anchor, len(tensors), *tensors, *taken)  # type: ignore[no-untyped-call]
@@ -89,9 +91,9 @@ class _Region:
     """What both directions need, but for the tensors, which autograd keeps."""
 
     __slots__ = (
-        "__weakref__", "accumulates", "ambient", "buffers", "crowded", "function", "generators", "hooked", "leaves",
-        "located", "outermost", "output_leaves", "output_spec", "parcel", "slot", "spec", "trace", "weights",
-        "wrote",
+        "__weakref__", "accumulates", "ambient", "buffers", "crowded", "function", "generators", "hooked", "idle",
+        "leaves", "located", "outermost", "output_leaves", "output_spec", "parcel", "slot", "spec", "trace",
+        "weights", "wrote",
     )  # fmt: skip
 
     def __init__(
@@ -109,6 +111,7 @@ class _Region:
         self.outermost = True  # of the regions of this engine
         self.accumulates = False  # at once, in the backward inside
         self.wrote = False  # into its arguments
+        self.idle: list[bool] = []  # which arguments no gradient comes to; empty if that is not known
         self.weights: list[tuple[weakref.ref[torch.Tensor], int]] = []  # leaves that the closure gave, with versions
         self.trace = Trace(False, self.located)
         self.output_spec: Spec
@@ -126,7 +129,8 @@ class _Region:
         """
         visit, mark, begun = Visit(self.generators), now(), node_count()
         versions = [*map(version_of, tensors)]
-        edges = [(tensor.grad_fn, tensor.output_nr) for tensor in tensors if tensor.grad_fn is not None]
+        ends = [(tensor.grad_fn, tensor.output_nr) for tensor in tensors]
+        reached = {end: False for end in ends if end[0] is not None}
         try:
             run = TorchRun(phase, self.slot, self.trace, self.generators, thread.run)
             run.witnesses = (*run.witnesses, self.trace)
@@ -153,10 +157,13 @@ class _Region:
         outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         behind = None
         if not is_sharded(modules_of(self.function, self.leaves)):
-            behind = leaves_behind(outputs, edges, begun, _accumulates)
+            behind = leaves_behind(outputs, reached, begun, _accumulates)
         self.accumulates = behind is None
         with torch.no_grad():
             given = [(output.detach(), output.requires_grad) for output in outputs]
+        if behind is not None and self.trace.told_at < 0:  # else the recompute may need more
+            known = {id(leaf) for leaf in behind}
+            self.idle = [not reached.get(end, id(tensor) in known) for tensor, end in zip(tensors, ends, strict=True)]
         own = {id(tensor) for tensor in tensors}
         taken = [weakref.ref(leaf) for leaf in behind or () if id(leaf) not in own]
         nodes = gradient_nodes(mark, self.function, (*tensors, *self.leaves))
@@ -315,7 +322,7 @@ def _differentiated(
     """
     roots, grads = zip(*outputs, strict=True)
     outputs.clear()
-    leaves = None if region.accumulates else leaves_behind(roots, (), begun, _accumulates)
+    leaves = None if region.accumulates else leaves_behind(roots, {}, begun, _accumulates)
     if leaves is None:
         if not _may_accumulate():
             raise accumulates_only(region.slot.label)

@@ -164,13 +164,17 @@ class Do:
 
 @dataclass(frozen=True)
 class Linear:
-    """A weight, which all that use it share."""
+    """A weight, which all that use it share. `anew`: a parameter that this step makes of it."""
 
     weight: int
+    anew: bool = False
 
     def run(self, machine: Machine, env: Env, path: str) -> torch.Tensor:
         a = env.values[-1]
-        return F.linear(a, env.weights[self.weight % len(env.weights)].to(a.dtype)) / 2
+        weight = env.weights[self.weight % len(env.weights)]
+        if self.anew:
+            weight = torch.nn.Parameter(weight.detach() * 2)
+        return F.linear(a, weight.to(a.dtype)) / 2
 
 
 @dataclass(frozen=True)
@@ -184,6 +188,24 @@ class Hook:
         if a.requires_grad:
             a.register_hook(machine.hook)
         return a
+
+
+@dataclass(frozen=True)
+class HookWeight:
+    """A hook on a weight's gradient, by the tensor or by the node that takes it."""
+
+    weight: int
+    node: bool
+
+    def run(self, machine: Machine, env: Env, path: str) -> torch.Tensor:
+        weight = env.weights[self.weight % len(env.weights)]
+        if torch.is_grad_enabled() and self.node:
+            node = torch.autograd.graph.get_gradient_edge(weight).node
+            machine.nodes.append(node)  # else its hooks may die with it, also without checkpointing
+            node.register_prehook(lambda gradients: tuple(map(machine.hook, gradients)))
+        elif torch.is_grad_enabled():
+            weight.register_hook(machine.hook)
+        return env.values[-1]
 
 
 @dataclass(frozen=True)
@@ -448,6 +470,7 @@ class Machine:
         self.shared = [Shared(self, layer, seed) for seed, layer in enumerate(self.program.shared)]
         self.count = Counter(decisions=0, hooks=0)
         self.kept: list[torch.Tensor] = []
+        self.nodes: list[Any] = []
         self.local: torch.Tensor | None = None
         self.armed: type[BaseException] | None = None
 
@@ -534,7 +557,8 @@ def steps(kinds: Kinds, depth: int) -> st.SearchStrategy[Any]:
     operations = [*OPERATIONS, *(DRAWS if kinds.draws else ())]
     simple = [
         st.builds(Do, st.sampled_from(operations), st.integers(0, 3)),
-        st.builds(Linear, st.integers(0, 1)),
+        st.builds(Linear, st.integers(0, 1), st.booleans()),
+        st.builds(HookWeight, st.integers(0, 1), st.booleans()),
         decides(kinds),
         st.builds(Sort, st.booleans()),
         st.builds(Extra, st.booleans(), st.sampled_from(["dropped", "local", "kept"])),

@@ -397,6 +397,24 @@ def test_the_second_engine_has_the_hooks_of_outputs(way) -> None:
     same(step(way, layer), step(plain, layer), within=1e-12)
 
 
+@pytest.mark.parametrize("way", [checkpoint, twice, reentrant, reentrant_inside], ids=lambda way: way.__name__)
+def test_hooks_on_arguments_that_a_layer_does_not_use_are_not_called(way) -> None:
+    x, w, seen = leaf(5, 4), leaf(4, 4, seed=2), []
+    u = x * 1.5
+    for unused in (u, w):
+        unused.register_hook(seen.append)
+    way(lambda h, u, w: h.sin().exp(), leaf(5, 4, seed=3), u, w).sum().backward()
+    assert (seen, x.grad, w.grad) == ([], None, None)
+
+
+@pytest.mark.parametrize("way", [checkpoint, twice, reentrant, reentrant_inside], ids=lambda way: way.__name__)
+def test_hooks_on_weights_that_a_kept_function_does_not_use_are_not_called(way) -> None:
+    w, seen = leaf(4, 4, seed=2), []
+    w.register_hook(seen.append)
+    way(lambda h: keep(lambda h, w: h.sin(), h, w).exp(), leaf(5, 4, seed=3)).sum().backward()
+    assert (seen, w.grad) == ([], None)
+
+
 def test_the_second_engine_refuses_one_hook_for_both_of_its_backwards() -> None:
     def layer(u, w):
         y = u.sin() @ w
