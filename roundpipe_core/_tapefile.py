@@ -137,10 +137,11 @@ def save(tape: Tape, path: Path) -> None:
             for data in parts:
                 write_all(file, data)
             sums.update(zip((stored.name for stored in group), checksums.result(), strict=True))
+        head = _head(root, arrays, ordered, sums)
         if synced is not None:
             synced.result()
         file.seek(0)
-        write_all(file, _head(root, arrays, ordered, sums))
+        write_all(file, head)
 
 
 def _head(root: Any, arrays: list[_Stored], ordered: list[_Stored], sums: dict[str, str]) -> bytes:
