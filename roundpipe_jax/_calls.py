@@ -26,7 +26,6 @@ from roundpipe_core._errors import MismatchError, OptionError, message
 from roundpipe_core._phase import Phase, open_slot, thread
 from roundpipe_core._replay import TapedSlot
 from roundpipe_core._slots import Slot, facts_of, label_of, where
-from roundpipe_core._tape import Skeleton
 
 from . import _arguments
 from ._explain import note
@@ -200,12 +199,17 @@ class Layer(NamedTuple):
         outputs, recompute = self.recompute_program(template, saved, arrays)
         return outputs, decided, Held((forward.value.template, recompute.value.shape))
 
-    def replayed_program(self, skeleton: Skeleton, saved: Sequence[Any], arrays: Sequence[Any]) -> Any:
+    def replayed_program(self, taped: Taped, saved: Sequence[Any], arrays: Sequence[Any]) -> Any:
         """To be traced: outputs, `Replay`."""
-        tape = without_axes(skeleton.filled(saved, checked=True))
-        run = JaxRun(Phase.RECOMPUTE, TapedSlot(tape.root, tape), fresh=self.fresh, names=not is_remat3())
+        tape = without_axes(taped.skeleton.filled(saved, checked=True))
+        slot = TapedSlot(tape.root, tape)
+        run = JaxRun(Phase.RECOMPUTE, slot, fresh=self.fresh, names=not is_remat3())
         run.repeats = False
-        outputs, shape = split(execute(run, lambda: self.apply(arrays)))
+        try:
+            outputs, shape = split(execute(run, lambda: self.apply(arrays)))
+        except Exception:  # which the layer around it may catch, as it did when the tape was made
+            taped.mark(reads(slot))
+            raise
         return outputs, Held(Replay(shape, run, saved))
 
     def replayed_inside(self, taped: Taped, saved: Sequence[Any], arrays: Sequence[Any]) -> Any:
@@ -214,7 +218,7 @@ class Layer(NamedTuple):
 
         def with_items(*values: Any) -> Any:
             handed = [item(array, axes, n) for n, (array, axes) in enumerate(zip(values, taped.axes, strict=False))]
-            return self.replayed_program(taped.skeleton, handed, values[len(handed) :])
+            return self.replayed_program(taped, handed, values[len(handed) :])
 
         program = stage(with_items, [*saved, *arrays])
         results, _ = run_with(program.jaxpr, program.consts, [*saved, *arrays], self.label, stacked=stacked)
@@ -654,7 +658,7 @@ def _replayed_in(taped: Taped, layer: Layer, *values: Any) -> Any:
     saved, arrays = values[: len(taped.axes)], values[len(taped.axes) :]
     if any(taped.axes):
         return layer.replayed_inside(taped, saved, arrays)
-    return layer.replayed_program(taped.skeleton, saved, arrays)
+    return layer.replayed_program(taped, saved, arrays)
 
 
 def _held_weakly(call: Call, function: Callable[..., Any]) -> Callable[..., Any]:
