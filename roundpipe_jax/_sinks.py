@@ -29,6 +29,7 @@ for _kinds in (
     effects.custom_derivatives_allowed_effects,
     effects.remat_allowed_effects,
     effects.lowerable_effects,
+    effects.partial_eval_kept_effects,
 ):
     _kinds.add_type(_Used)
 
