@@ -259,6 +259,10 @@ class Frame:
             before.restore()
             self._empty()  # or a later backward, of the same graph, would take them
             raise
+        for n, tensor in recompute.changed.items():
+            holder = self.trace.refs[n]()
+            if holder is not None and holder.value is tensor:  # else the recompute has another in its place
+                holder.doubt = tensor_changed(self.slot.label, tensor)
         if self.talks and (lacking := self.lacking()):
             self._vain = lacking, recompute.trace
         return recompute
@@ -277,8 +281,6 @@ class Frame:
             if holder is not None and partner is not None:
                 holder.value, holder.version = partner.value, partner.version
                 holder.doubt = self._leaf_fault(ours, recompute.leaves.get(theirs), partner.value)
-                if partner.recompute.changed and partner.recompute.changed.get(ours) is partner.value:
-                    holder.doubt = tensor_changed(self.slot.label, partner.value)
                 if self.trace.layouts.get(ours) != recompute.layouts.get(theirs):
                     partner.recompute.relaid = ours
 
@@ -357,13 +359,14 @@ class _Recompute:
         self.frame = frame
         self._asked = asked  # the holder that backward waits for, if it has come to one
         self._tried = -1
-        self.changed = frame.trace.changed()  # before it runs: what it writes itself it may write
+        # Known before it runs: what it writes itself it may write.
+        self.changed = frame.trace.changed() if frame.trace.constants else {}
         self.relaid = -1  # a pack of the forward that the recompute has with other strides
         self.drew = False  # random numbers, after the last decision; known where `relaid` is
         self.trace = Trace(frame._options.debug, frame._located, frame.trace)
         self.done = False
         self._stop_segment = self._stop_offset = -1
-        if frame.stop_at >= 0 and not frame.learns() and not _draws_late():
+        if frame.stop_at >= 0 and not frame.learns():
             self._stop_segment, self._stop_offset = frame.trace.position(frame.stop_at)
 
     def run(self, watch: DrawWatch | None, numbers: list[torch.Tensor]) -> bool:
@@ -433,7 +436,7 @@ class _Recompute:
             and self._complete()
         ):
             self.done = True
-            if not frame.runs_out:
+            if not (frame.runs_out or _draws_late()):
                 raise _Stop(self)
         return partner
 

@@ -181,8 +181,12 @@ class Trace:
 
     def changed(self) -> dict[int, torch.Tensor]:
         """Of the tensors without gradient those that were written to since, by pack."""
-        alive = ((n, ref(), version) for n, (ref, version) in self.constants.items())
-        return {n: tensor for n, tensor, version in alive if tensor is not None and tensor._version != version}
+        found = {}
+        for n, (ref, version) in self.constants.items():
+            tensor = ref()
+            if tensor is not None and tensor._version != version:
+                found[n] = tensor
+        return found
 
     def position(self, pack: int) -> tuple[int, int]:
         """The segment of a pack, and its place there."""
