@@ -72,7 +72,7 @@ def reentrant(
     spec = flatten((args, kwargs), leaves)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     region = _Region(function, spec, leaves, slot, options)
-    given, taken, _hooked = region.forward(phase, tensors)
+    given, taken, _hooked = region.forward(phase, tensors)  # nodes with hooks, held until the region's node holds them
     if any(region.idle):  # a hook on them would be called with None
         tensors = tuple(t.detach() if idle else t for t, idle in zip(tensors, region.idle, strict=True))
     anchor = torch.empty(0, requires_grad=True)
@@ -120,17 +120,13 @@ class _Region:
     def forward(
         self, phase: Phase, tensors: tuple[torch.Tensor, ...]
     ) -> tuple[list[tuple[torch.Tensor, bool]], list[torch.Tensor], list[Any]]:
-        """What the region's node needs.
-
-        The tensors of the outputs, each with whether it carries gradient; the leaves that the closure gave; and nodes
-        that may have got hooks, to be held until the region's node holds them.
+        """What the region's node needs: see `_given`.
 
         With a graph, so that a saved value's gradient shows (R5), but one that keeps nothing.
         """
         visit, mark, begun = Visit(self.generators), now(), node_count()
         versions = [*map(version_of, tensors)]
         ends = [(tensor.grad_fn, tensor.output_nr) for tensor in tensors]
-        reached = {end: False for end in ends if end[0] is not None}
         try:
             run = TorchRun(phase, self.slot, self.trace, self.generators, thread.run)
             run.witnesses = (*run.witnesses, self.trace)
@@ -153,8 +149,23 @@ class _Region:
             raise started_inside(self.slot.label)
         if self.outermost:
             held(self.slot, tensors, {}, self.parcel)
+        nodes = gradient_nodes(mark, self.function, (*tensors, *self.leaves))
+        return *self._given(leaves, tensors, ends, begun), nodes
+
+    def _given(
+        self, leaves: list[Any], tensors: tuple[torch.Tensor, ...], ends: list[tuple[Any, int]], begun: int
+    ) -> tuple[list[tuple[torch.Tensor, bool]], list[torch.Tensor]]:
+        """The tensors of the outputs, each with whether it carries gradient, and the leaves that the closure gave.
+
+        Args:
+            leaves: of the outputs. Emptied.
+            tensors: the arguments.
+            ends: node and output number of each, as they were when the forward began.
+            begun: the number of the forward's first node.
+        """
         self.output_leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        reached = {end: False for end in ends if end[0] is not None}
         behind = None
         if not is_sharded(modules_of(self.function, self.leaves)):
             behind = leaves_behind(outputs, reached, begun, _accumulates)
@@ -163,14 +174,17 @@ class _Region:
             given = [(output.detach(), output.requires_grad) for output in outputs]
         if behind is not None and self.trace.told_at < 0:  # else the recompute may need more
             known = {id(leaf) for leaf in behind}
-            self.idle = [not reached.get(end, id(tensor) in known) for tensor, end in zip(tensors, ends, strict=True)]
+            self.idle = [
+                tensor.requires_grad and not reached.get(end, id(tensor) in known)
+                for tensor, end in zip(tensors, ends, strict=True)
+            ]
         own = {id(tensor) for tensor in tensors}
         taken = [weakref.ref(leaf) for leaf in behind or () if id(leaf) not in own]
-        nodes = gradient_nodes(mark, self.function, (*tensors, *self.leaves))
-        del leaves, outputs, behind  # and with them the leaves that were made inside
+        del outputs, behind
+        leaves.clear()  # and with them go the leaves that were made inside
         alive = [leaf for ref in taken if (leaf := ref()) is not None]
         self.weights = [(weakref.ref(leaf), leaf._version) for leaf in alive]
-        return given, alive, nodes
+        return given, alive
 
     def arguments(self, ctx: Any) -> tuple[torch.Tensor, ...]:
         """The arguments as the forward got them."""
