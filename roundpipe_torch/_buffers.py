@@ -169,7 +169,8 @@ class Buffers:
     @classmethod
     def of(cls, function: Any, arguments: Iterable[Any]) -> Buffers | None:
         """Those of the modules that a call can reach; None if there are none."""
-        watched = [_Buffer(*found) for found in _found(function, arguments)]
+        modules = [*modules_of(function, arguments)]
+        watched = [_Buffer(*found) for found in _found(modules)] if modules else None
         return cls(watched) if watched else None
 
     def settle(self, told: bool) -> None:
@@ -318,8 +319,8 @@ def not_misled(buffers: Buffers | None, recompute: Callable[[], T]) -> T:
     return recompute()
 
 
-def _found(function: Any, arguments: Iterable[Any]) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
-    waiting: list[torch.nn.Module | None] = list(modules_of(function, arguments))
+def _found(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
+    waiting: list[torch.nn.Module | None] = [*modules]
     seen = set()
     while waiting:
         module = waiting.pop()

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
-from collections.abc import Callable
+from _thread import RLock
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from roundpipe_core import RoundPipeError, SlotError
 from roundpipe_core._backend import expand
@@ -108,62 +107,63 @@ class _Stop(BaseException):
 
 
 class Frame:
-    """One call of a region."""
+    """One call of a region. What most of them never use stands in the class."""
 
-    __slots__ = (
-        "__weakref__", "_ambient", "_arrived", "_buffers", "_crowded", "_function", "_generators", "_hooked", "_inputs",
-        "_located", "_lock", "_needed", "_options", "_outputs", "_parcel", "_plan", "_vain", "_verified",
-        "_witnesses", "returned", "runs_out", "slot", "stop_at", "talks", "trace",
-    )  # fmt: skip
+    _parcel: Parcel | None = None
+    _needed: Sequence[int] = ()
+    _outputs: Any = None
+    _crowded = False
+    _witnesses: tuple[Trace, ...] = ()
+    _arrived = -1
+    """The last backward that recomputed this."""
+    _hooked: Sequence[Hooked] = ()
+    """Tensors from before it that the forward has put hooks on."""
+    _vain: tuple[list[int], Trace] | None = None
+    """Packs that this recompute had no partner for."""
+    talks = False
+    """To other ranks."""
+    returned = False
+    stop_at = -1
+    runs_out = False
+    """A recompute that could stop goes on to the layer's end, which is near."""
 
     def __init__(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], slot: Slot, options: Options
     ) -> None:
         self._function = function
         self._options = options
-        self._plan = options.offload
-        self._parcel = None if self._plan is None else Parcel(self._plan)
-        with _NO_CONTEXT if self._parcel is None or isinstance(thread.run, TorchRun) else self._parcel.inputs():
-            self._inputs = Inputs(args, kwargs)
         self.slot = slot
+        outer = thread.run
+        if options.offload is None:
+            self._inputs = Inputs(args, kwargs)
+        else:
+            self._parcel = Parcel(options.offload)
+            with _NO_CONTEXT if isinstance(outer, TorchRun) else self._parcel.inputs():
+                self._inputs = Inputs(args, kwargs)
         values = (*args, *kwargs.values())
         self._generators = Generators(generators_of(function, values)) if options.preserve_rng_state else None
+        self._buffers = Buffers.of(function, () if self._inputs.plain else values)
         self._ambient = Ambient()
-        self._buffers = Buffers.of(function, values)
-        self._lock = threading.RLock()
-        self._needed: list[int] = []
-        self._outputs: Any = None
+        self._lock = RLock()
         self._verified = options.verify == "off" or isinstance(slot, TapedSlot)  # a replay repeats nothing
-        self._crowded = False
-        self._witnesses: tuple[Trace, ...] = ()
-        self._arrived = -1  # the last backward that recomputed this
-        self._hooked: list[Hooked] = []  # tensors from before it that the forward has put hooks on
-        self._vain: tuple[list[int], Trace] | None = None  # packs that this recompute had no partner for
-        self.talks = False  # to other ranks
-        self.returned = False
-        self.stop_at = -1
-        self.runs_out = False  # a recompute that could stop goes on to the layer's end, which is near
-        self._located = is_told(thread.run)
+        self._located = outer is not None and is_told(outer)
         self.trace = Trace(options.debug, self._located)
 
     def forward(self, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the region for the first time."""
         outer = thread.run
         run = TorchRun(phase, self.slot, self.trace, self._generators, outer)
-        run.observe(self._buffers)
+        if self._buffers is not None:
+            run.observe(self._buffers)
         self._witnesses = run.witnesses
         if self._parcel is not None:
-            run.plan, run.parcel = self._plan, self._parcel
+            run.plan, run.parcel = self._options.offload, self._parcel
         visit = Visit(self._generators)
         first, before, mark = node_count(), collectives(), now()
         outputs: Any = _NOTHING
         try:
-            with self._options.context(0), saved_tensors_hooks(self._pack, _unpack):
-                try:
-                    thread.run = run
-                    outputs = self._function(*args, **kwargs)
-                finally:
-                    thread.run = outer
+            with self._options.context(0):
+                outputs = _call(run, self._pack, _unpack, self._function, args, kwargs)
         except Exception as error:
             tell_rank(error, self.slot.label)
             raise
@@ -175,27 +175,30 @@ class Frame:
             raise started_inside(self.slot.label)
         if outputs is _NOTHING:
             raise context_swallowed(self.slot.label)
-        self._hooked = run.hooked + left_since(mark, self._function, args, kwargs)
+        if run.hooked or now() != mark:
+            self._hooked = [*run.hooked, *left_since(mark, self._function, args, kwargs)]
         self._parcel = run.parcel
-        if self.slot.rows is not None and not isinstance(outer, TorchRun):
+        outermost = not isinstance(outer, TorchRun)
+        if outermost and self.slot.rows is not None:
             forget_with(self, self.slot)
-        self._needed = self.trace.alive()
+        needed = self._needed = self.trace.alive()
         self.talks = collectives() != before
         if self.talks:
             recompute_on_arrival(self, outputs, first)
-        elif self._options.early_stop and self._verified and self._needed:
-            self.stop_at = self._needed[-1]
-            self.runs_out = cheap_tail(outputs, self.trace.numbers[self.stop_at])
+        elif needed and self._options.early_stop and self._verified:
+            stop_at = self.stop_at = needed[-1]
+            self.runs_out = cheap_tail(outputs, self.trace.numbers[stop_at])
         if not self._verified and phase is Phase.FORWARD:
             self._outputs = Audit.copy(outputs)
         self.returned = True
-        if not isinstance(outer, TorchRun):
+        if outermost:
             held(self.slot, args, kwargs, self._parcel)
         return outputs
 
     def _pack(self, tensor: torch.Tensor) -> Holder:
-        holder = Holder(self, len(self.trace.packs))
-        self.trace.add(holder, tensor)
+        trace = self.trace
+        holder = Holder(self, len(trace.packs))
+        trace.add(holder, tensor)
         for trace in self._witnesses:
             trace.witness(tensor)
         return holder
@@ -273,12 +276,15 @@ class Frame:
 
     def fill(self, pairs: Pairs, recompute: Trace) -> None:
         """Give the holders still alive the values of their partners."""
+        forward = self.trace
+        leaves = forward.leaves
+        told = forward.layouts or recompute.layouts
         for ours, theirs in pairs.items():
-            holder, partner = self.trace.refs[ours](), recompute.refs[theirs]()
+            holder, partner = forward.refs[ours](), recompute.refs[theirs]()
             if holder is not None and partner is not None:
                 holder.value, holder.version = partner.value, partner.version
-                holder.doubt = self._leaf_fault(ours, recompute.leaves.get(theirs), partner.value)
-                if self.trace.layouts.get(ours) != recompute.layouts.get(theirs):
+                holder.doubt = self._leaf_fault(ours, recompute.leaves.get(theirs), partner) if ours in leaves else None
+                if told and forward.layouts.get(ours) != recompute.layouts.get(theirs):
                     partner.recompute.relaid = ours
 
     def guess(self, guesses: Pairs, recompute: Trace, outputs: Any) -> None:
@@ -292,18 +298,18 @@ class Frame:
             if holder is not None and holder.doubt is None:
                 holder.doubt = names.get(recompute.numbers[theirs], "nothing that is returned")
 
-    def _leaf_fault(self, ours: int, again: Leaf | None, value: torch.Tensor) -> RoundPipeError | None:
+    def _leaf_fault(self, ours: int, again: Leaf | None, partner: _Recomputed) -> RoundPipeError | None:
         """What speaks against a weight: that it is not the forward's, or not as the forward had it."""
-        before = self.trace.leaves.get(ours)
-        if before is None or again is None:
+        if again is None:
             return None
-        then, now = before.tensor(), again.tensor()
-        if then is now:
-            return tensor_changed(self.slot.label, value) if before.version != again.version else None
-        if then is None or now is None:  # hooks around the region may give copies of its inputs
+        then, version = self.trace.leaves[ours]
+        before, now = then(), again[0]()
+        if before is now:
+            return tensor_changed(self.slot.label, partner.value) if version != again[1] else None
+        if before is None or now is None:  # hooks around the region may give copies of its inputs
             return None
-        known = again.parameter or any(now is leaf.tensor() for leaf in self.trace.leaves.values())
-        return other_parameter(self.slot.label, str(self.trace.packs[ours])) if known else None
+        known = type(now) is not torch.Tensor or any(now is leaf() for leaf, _ in self.trace.leaves.values())
+        return other_parameter(self.slot.label, str(self.trace.saved(ours))) if known else None
 
     def check(self, holder: Holder, made_for: str) -> None:
         """Refuse a partner found by order if another kind of node saved it."""
@@ -313,7 +319,7 @@ class Frame:
         if node.name() != made_for:
             raise other_node(self.slot.label, self.trace.told_of(holder.index), node.name(), made_for)
 
-    def needed(self) -> list[int]:
+    def needed(self) -> Sequence[int]:
         """The packs that a backward may ask for."""
         return self._needed if self.returned else self.trace.alive()
 
@@ -352,23 +358,26 @@ class Frame:
 class _Recompute:
     """One run of a frame's region during backward."""
 
-    __slots__ = (
-        "_asked", "_stop_offset", "_stop_segment", "_tried", "done", "drew", "frame", "relaid", "trace",
-    )  # fmt: skip
+    _tried = -1
+    relaid = -1
+    """A pack of the forward that the recompute has with other strides."""
+    drew = False
+    """Random numbers, after the last decision; known where `relaid` is."""
+    done = False
+    _stop_segments = 0
+    """Segments begun when it may stop; 0: never."""
+    _stop_packs = 0
+    """Packs of the last of these."""
 
     def __init__(self, frame: Frame, asked: Holder | None) -> None:
         self.frame = frame
         self._asked = asked  # the holder that backward waits for, if it has come to one
-        self._tried = -1
-        self.relaid = -1  # a pack of the forward that the recompute has with other strides
-        self.drew = False  # random numbers, after the last decision; known where `relaid` is
         self.trace = Trace(frame._options.debug, frame._located, frame.trace)
-        self.done = False
-        self._stop_segment = self._stop_offset = -1
         if frame.stop_at >= 0 and not frame.learns():
-            self._stop_segment, self._stop_offset = frame.trace.position(frame.stop_at)
+            segment, offset = frame.trace.position(frame.stop_at)
+            self._stop_segments, self._stop_packs = segment + 1, offset + 1
 
-    def run(self, watch: DrawWatch | None, numbers: list[torch.Tensor]) -> bool:
+    def run(self, watch: DrawWatch | None, numbers: Sequence[torch.Tensor]) -> bool:
         """Recompute, and fill the frame's holders. Returns whether another thread was inside a region meanwhile.
 
         Afterwards the generators go on from `numbers`.
@@ -383,24 +392,19 @@ class _Recompute:
         args, kwargs = frame.inputs()
         visit, tracked = Visit(generators), torch.is_grad_enabled()
         run = TorchRun(Phase.RECOMPUTE, frame.slot, self.trace, generators)
+        run.hooked = frame._hooked
+        run.knowing = frame.trace.told_at >= 0
         try:
             torch._C._set_grad_enabled(True)
-            with frame._ambient.restored(), Resting(frame._hooked, frame._function, args, kwargs):
+            with frame._ambient.restored() or _NO_CONTEXT, Resting(frame._hooked, frame._function, args, kwargs):
                 audit = frame._audit(args, kwargs)
                 self.trace.restart()
-                run.draw_from(generators.start if generators else None)
+                run.begin_at(generators.start if generators else None)
                 run.observe(frame._buffers)
-                run.hooked = frame._hooked
-                run.knowing = frame.trace.told_at >= 0
-                buffers = copies(frame._buffers, frame.slot, run.knowing)
-                hooks = saved_tensors_hooks(self._pack, _unpack_recomputed)
-                with options.context(1), buffers, hooks, watch or _NO_CONTEXT:
-                    try:
-                        thread.run = run
-                        outputs = frame._function(*args, **kwargs)
-                    finally:
-                        thread.run = outer
-            self._finish(outputs)
+                with options.context(1), copies(frame._buffers, frame.slot, run.knowing), watch or _NO_CONTEXT:
+                    outputs = _call(run, self._pack, _unpack_recomputed, frame._function, args, kwargs)
+            if not self.done:
+                self._finish(outputs)
             if audit is not None:
                 frame._audited(audit, outputs)
         except _Stop as stop:
@@ -427,15 +431,15 @@ class _Recompute:
         partner = _Recomputed(self, tensor.detach() if tensor.requires_grad else tensor)
         if self.done:  # the layer runs on, for nothing
             return partner
-        frame, trace = self.frame, self.trace
+        trace = self.trace
         trace.add(partner, tensor)
         if (
-            len(trace.packs) - trace.starts[-1] == self._stop_offset + 1
-            and len(trace.starts) == self._stop_segment + 1
+            len(trace.starts) == self._stop_segments
+            and len(trace.packs) - trace.starts[-1] == self._stop_packs
             and self._complete()
         ):
             self.done = True
-            if not frame.runs_out:
+            if not self.frame.runs_out:
                 raise _Stop(self)
         return partner
 
@@ -463,8 +467,6 @@ class _Recompute:
 
     def _finish(self, outputs: Any) -> None:
         """The layer has returned: match what is alive now."""
-        if self.done:
-            return
         frame, trace = self.frame, self.trace
         compare = frame._options.compare
         trace.finished()
@@ -483,7 +485,7 @@ class _Recompute:
             return bool(self.frame.lacking())
         return self._asked.value is None
 
-    def _match(self, needed: list[int], compare: bool, outputs: Any) -> None:
+    def _match(self, needed: Sequence[int], compare: bool, outputs: Any) -> None:
         frame, trace = self.frame, self.trace
         pairs, guesses = match(frame.trace, needed, trace, compare)
         frame.fill(pairs, trace)
@@ -491,7 +493,28 @@ class _Recompute:
             frame.guess(guesses, trace, outputs)
 
 
-region_codes |= {Frame.forward.__code__, _Recompute.run.__code__}
+def _call(
+    run: TorchRun,
+    pack: Callable[[torch.Tensor], Any],
+    unpack: Callable[[Any], torch.Tensor],
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a region's function in `run`. What an interrupt leaves of the hooks `Before` takes off."""
+    outer = thread.run
+    _push_hooks(pack, unpack)
+    try:
+        thread.run = run
+        return function(*args, **kwargs)
+    finally:
+        thread.run = outer
+        _pop_hooks()
+
+
+_push_hooks: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+region_codes |= {_call.__code__}
 
 
 def _unpack(holder: Holder) -> torch.Tensor:

@@ -18,6 +18,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from operator import call
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -68,41 +69,48 @@ class Saved(NamedTuple):
         return self[:3] == other[:3]
 
 
-class Leaf(NamedTuple):
-    """A weight or other leaf of the graph that was saved."""
+_Pack = tuple[torch.Size, torch.dtype, torch.device, int, int | None]
+"""A `Saved` that nobody has asked for yet: one that has names takes twice as long to make."""
 
-    tensor: weakref.ref[torch.Tensor]
-    version: int
-    parameter: bool
+Leaf = tuple[weakref.ref[torch.Tensor], int]
+"""A weight or other leaf of the graph that was saved, and its version."""
 
 
 class Trace:
     """The packs of one run, and where its segments begin."""
 
-    __slots__ = (
-        "__weakref__", "_of", "_regions", "_untold", "base", "begun", "layouts", "leaves", "live", "makers", "numbers",
-        "packs", "places", "points", "refs", "standing", "starts", "told_at",
-    )  # fmt: skip
+    live: Sequence[int] = ()
+    """Packs alive when the run was over."""
+    places: list[str] | None = None
+    _regions = 0
+    """That have ended."""
+    _untold: int = sys.maxsize
+    """Packs before the layer learned its phase."""
+    _of: Trace | None = None
+    """The forward's."""
+    _learns_at: int = sys.maxsize
+    """Of a recompute: packs before the forward's layer learned it."""
 
     def __init__(self, debug: bool, locating: bool, of: Trace | None = None) -> None:
         """`of`: the forward's, for a recompute."""
         self.refs: list[Any] = []  # weak references to the holders
-        self.packs: list[Saved] = []
+        self.packs: list[_Pack] = []
         self.starts: list[int] = [0]
         self.points: list[tuple[Any, int]] = [(None, 0)]
         """Where each segment begins: the last point that both phases know, and how often the layer asked since."""
-        self._regions = 0  # that have ended
         self.base = self.begun = node_count()
         self.told_at = 0 if locating else -1  # nodes made before the layer learned its phase; -1: it does not know
         self.numbers: list[int] = []  # of the node that saves each pack
         self.makers: dict[int, tuple[str, int]] = {}  # name and place of the node that made each pack, once told
-        self._untold = 0  # packs before that
-        self._of = of
         self.layouts: dict[int, tuple[int, ...]] = {}  # strides of each pack, once told
         self.leaves: dict[int, Leaf] = {}
         self.standing: dict[tuple[int, int], tuple[str, int]] = {}  # makers of what stands for outputs of another node
-        self.live: list[int] = []  # packs alive when the run was over
-        self.places: list[str] | None = [] if debug else None
+        if debug:
+            self.places = []
+        if locating:
+            self._untold = 0
+        if of is not None:
+            self._of, self._learns_at = of, of._untold
 
     def restart(self) -> None:
         """Count nodes from here."""
@@ -115,20 +123,17 @@ class Trace:
 
     def add(self, holder: Any, tensor: torch.Tensor) -> None:
         """Note a pack."""
-        n, count = len(self.refs), node_count()
+        n, count = len(self.packs), node_count()
         self.refs.append(weakref.ref(holder))
         self.numbers.append(count - 1)
-        of = self._of
-        if self.told_at < 0 and of is not None and of.told_at >= 0 and n >= of._untold:
-            self.told_at = of.told_at  # the forward asked here, if only for a log
+        if n >= self._learns_at and self.told_at < 0 and self._of is not None:
+            self.told_at = self._of.told_at  # the forward asked here, if only for a log
         if tensor.requires_grad:
             weight = tensor if tensor.is_leaf else tensor._base  # a linear layer saves a view of its weight
             if weight is not None and weight.is_leaf:
-                leaf = weakref.ref(weight), weight._version, type(weight) is not torch.Tensor
-                self.leaves[n] = tuple.__new__(Leaf, leaf)
+                self.leaves[n] = weakref.ref(weight), weight._version
         line = None if self.told_at < 0 else self._origin(n, tensor)
-        what = (tensor.shape, tensor.dtype, tensor.device, count - self.base, line)
-        self.packs.append(tuple.__new__(Saved, what))  # half the time of Saved(...)
+        self.packs.append((tensor.shape, tensor.dtype, tensor.device, count - self.base, line))
         if self.places is not None:
             self.places.append("at " + user_line())
 
@@ -176,12 +181,20 @@ class Trace:
 
     def told_of(self, pack: int) -> str:
         """A pack of the forward, for messages."""
-        return f"{self.packs[pack]}, saved by the forward as number {pack}"
+        return f"{self.saved(pack)}, saved by the forward as number {pack}"
 
-    def listed(self, which: list[int]) -> str:
+    def saved(self, pack: int) -> Saved:
+        """What is known of a pack."""
+        return Saved(*self.packs[pack])
+
+    def line(self, pack: int) -> int | None:
+        """The line that made a pack."""
+        return self.packs[pack][4]
+
+    def listed(self, which: Sequence[int]) -> str:
         """Packs in words, a line each."""
         places = self.places or [""] * len(self.packs)
-        lines = [f"    {n}: {self.packs[n]} {places[n]}".rstrip() for n in which[:_MOST_LISTED]]
+        lines = [f"    {n}: {self.saved(n)} {places[n]}".rstrip() for n in which[:_MOST_LISTED]]
         if len(which) > _MOST_LISTED:
             lines.append(f"    and {len(which) - _MOST_LISTED} more")
         return "\n".join([f"{len(which)} tensors", *lines])
@@ -206,6 +219,8 @@ class Trace:
 
     def alive(self) -> list[int]:
         """Packs whose holder something still holds."""
+        if all(map(call, self.refs)):
+            return [*range(len(self.refs))]
         return [n for n, ref in enumerate(self.refs) if ref() is not None]
 
 
@@ -274,7 +289,7 @@ def _note_positions(code: CodeType) -> tuple[CodeType, list[Any]]:
     return noted
 
 
-def match_aligned(forward: Trace, needed: list[int], recompute: Trace) -> tuple[Pairs, bool]:
+def match_aligned(forward: Trace, needed: Sequence[int], recompute: Trace) -> tuple[Pairs, bool]:
     """Pair `needed` with the packs of a recompute under way, by aligned segments; the last one counts as far as it got.
 
     Also tells whether that gave each of them a partner.
@@ -282,12 +297,12 @@ def match_aligned(forward: Trace, needed: list[int], recompute: Trace) -> tuple[
     if len(forward.starts) == len(recompute.starts) == 1:
         if forward.packs[: len(recompute.packs)] != recompute.packs:
             return {}, False
-        pairs = {n: n for n in needed if n < len(recompute.packs)}
-        return pairs, len(pairs) == len(needed)
+        reached = needed[: bisect_left(needed, len(recompute.packs))]
+        return dict(zip(reached, reached, strict=True)), len(reached) == len(needed)
     segments = list(zip(forward.segments(), recompute.segments(), strict=False))
     (begin, end), (other, now) = segments[-1]
     segments[-1] = (begin, min(end, begin + now - other)), (other, now)
-    pairs = {}
+    pairs: Pairs = {}
     points = zip(forward.points, recompute.points, strict=False)
     for (ours, theirs), (point, again) in zip(segments, points, strict=True):
         here = needed[bisect_left(needed, ours[0]) : bisect_left(needed, ours[1])]
@@ -296,7 +311,7 @@ def match_aligned(forward: Trace, needed: list[int], recompute: Trace) -> tuple[
     return pairs, len(pairs) == len(needed)
 
 
-def match(forward: Trace, needed: list[int], recompute: Trace, compare: bool) -> tuple[Pairs, Pairs]:
+def match(forward: Trace, needed: Sequence[int], recompute: Trace, compare: bool) -> tuple[Pairs, Pairs]:
     """Pair the packs that the forward's return left alive (`needed`) with those of a finished recompute.
 
     What cannot be told is left out. The second pairs are by order alone, so hold only if the nodes that saved them are
@@ -339,9 +354,9 @@ def _by_liveness(
     pairs: Pairs = {}
     if forward.told_at >= 0 and recompute.told_at >= 0:
         # What the same line saved, called the same way, in both phases.
-        lines = {forward.packs[n].line for n in ours} & {recompute.packs[n].line for n in theirs} - {None}
-        common = [n for n in ours if forward.packs[n].line in lines]
-        again = [n for n in theirs if recompute.packs[n].line in lines]
+        lines = {forward.line(n) for n in ours} & {recompute.line(n) for n in theirs} - {None}
+        common = [n for n in ours if forward.line(n) in lines]
+        again = [n for n in theirs if recompute.line(n) in lines]
         if [_at_line(forward, n) for n in common] == [_at_line(recompute, n) for n in again]:
             pairs = dict(zip(common, again, strict=True))
             ours = [n for n in ours if n not in pairs]
@@ -360,7 +375,7 @@ def _by_liveness(
 
 
 def _could_be(forward: Trace, ours: int, recompute: Trace, theirs: int) -> bool:
-    if not forward.packs[ours].alike(recompute.packs[theirs]):
+    if not forward.saved(ours).alike(recompute.saved(theirs)):
         return False
     one, other = forward.makers.get(ours), recompute.makers.get(theirs)
     if one is None or other is None:  # outputs come without the node that made them
@@ -377,7 +392,7 @@ def _ranks(trace: Trace, packs: list[int]) -> list[int]:
 
 
 def _at_line(trace: Trace, pack: int) -> tuple[Any, ...]:
-    return *trace.packs[pack][:3], trace.packs[pack].line
+    return *trace.packs[pack][:3], trace.line(pack)
 
 
 def _indices(forward: Trace, ours: list[int], recompute: Trace, theirs: list[int]) -> Pairs:
@@ -385,10 +400,10 @@ def _indices(forward: Trace, ours: list[int], recompute: Trace, theirs: list[int
 
     `topk` saves its indices for the gradient of its values; a `gather` with the saved indices saves those.
     """
-    ours = [n for n in ours if not _inexact(forward.packs[n].dtype)]
+    ours = [n for n in ours if not _inexact(forward.saved(n).dtype)]
     ways: list[tuple[int, ...]] = [()]
     for n in ours:
-        fits = [m for m in theirs if forward.packs[n].alike(recompute.packs[m])]
+        fits = [m for m in theirs if forward.saved(n).alike(recompute.saved(m))]
         ways = [(*way, m) for way in ways for m in fits if not way or m > way[-1]]
         if len(ways) > 64:
             return {}
@@ -420,10 +435,10 @@ def node_names(outputs: list[Any], recompute: Trace, packs: Iterable[int]) -> di
 def other_layout(forward: Trace, recompute: Trace) -> str | None:
     """A pack of the forward that the same line of a recompute made with other strides, where nothing is matched."""
     layouts: dict[int | None, list[tuple[int, ...] | None]] = {}
-    for n, pack in enumerate(recompute.packs):
-        layouts.setdefault(pack.line, []).append(recompute.layouts.get(n))
-    for n, pack in enumerate(forward.packs):
-        again = layouts.get(pack.line)
+    for n in range(len(recompute.packs)):
+        layouts.setdefault(recompute.line(n), []).append(recompute.layouts.get(n))
+    for n in range(len(forward.packs)):
+        again = layouts.get(forward.line(n))
         if again and again.pop(0) != forward.layouts.get(n):
             return forward.told_of(n)
     return None

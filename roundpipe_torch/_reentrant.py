@@ -7,7 +7,7 @@ structure back, trains weights behind inputs without gradient, and sees a saved 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -120,7 +120,7 @@ class _Region:
             self.crowded = visit.end()
         if self.buffers is not None:
             self.buffers.settle(self.trace.told_at >= 0)
-        self.hooked = run.hooked + left_since(mark, self.function, (*tensors, *self.leaves), {})
+        self.hooked = [*run.hooked, *left_since(mark, self.function, (*tensors, *self.leaves), {})]
         self.parcel = run.parcel
         if self.slot.rows is not None and not isinstance(thread.run, TorchRun):
             forget_with(self, self.slot)
@@ -146,12 +146,12 @@ class _Region:
         return leaves
 
     def _led(
-        self, tensors: tuple[torch.Tensor, ...], numbers: list[torch.Tensor], watch: DrawWatch | None
+        self, tensors: tuple[torch.Tensor, ...], numbers: Sequence[torch.Tensor], watch: DrawWatch | None
     ) -> tuple[list[Any], bool]:
         return not_misled(self.buffers, lambda: self._replay(tensors, numbers, watch))
 
     def _replay(
-        self, tensors: tuple[torch.Tensor, ...], numbers: list[torch.Tensor], watch: DrawWatch | None
+        self, tensors: tuple[torch.Tensor, ...], numbers: Sequence[torch.Tensor], watch: DrawWatch | None
     ) -> tuple[list[Any], bool]:
         generators, trace = self.generators, Trace(False, self.located)
         visit = Visit(generators)
@@ -167,8 +167,8 @@ class _Region:
             run.hooked = self.hooked
             run.knowing = self.trace.told_at >= 0
             buffers = copies(self.buffers, self.slot, run.knowing)
-            with torch.enable_grad(), self.ambient.restored(), buffers, hooks, watch or _NO_CONTEXT:
-                run.draw_from(generators.start if generators else None)
+            with torch.enable_grad(), self.ambient.restored() or _NO_CONTEXT, buffers, hooks, watch or _NO_CONTEXT:
+                run.begin_at(generators.start if generators else None)
                 with Resting(self.hooked, self.function, (*tensors, *self.leaves), {}):
                     leaves = self._run(run, tensors)
             relaid = other_layout(self.trace, trace)
