@@ -29,7 +29,7 @@ from roundpipe_core._slots import Slot
 from roundpipe_core._trees import flatten
 
 from ._errors import buffer_changed, buffer_unknown
-from ._state import Watch, modules_of
+from ._state import DrawWatch, Watch, modules_of
 from ._views import version_of
 
 __all__ = ["Buffers", "Moved", "copies", "not_misled"]
@@ -306,17 +306,17 @@ def copies(buffers: Buffers | None, slot: Slot, told: bool) -> contextlib.Abstra
     return _NO_CONTEXT if buffers is None else buffers.copies(slot.label, told)
 
 
-def not_misled(buffers: Buffers | None, recompute: Callable[[], T]) -> T:
-    """`recompute()`, a second time if it was for the first that a buffer was seen to change."""
+def not_misled(buffers: Buffers | None, recompute: Callable[[DrawWatch | None], T], watch: DrawWatch | None) -> T:
+    """`recompute(watch)`, a second time if it was for the first that a buffer was seen to change."""
     try:
-        result = recompute()
+        result = recompute(watch)
     except Exception:
         if buffers is None or not buffers.misled:
             raise
     else:
         if buffers is None or not buffers.misled:
             return result
-    return recompute()
+    return recompute(watch)
 
 
 def _found(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:

@@ -12,6 +12,7 @@ import gc
 from _thread import RLock
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ from ._errors import (
     started_inside,
     tensor_changed,
 )
-from ._hooks import Hooked, Resting, left_since, now
+from ._hooks import Hooked, Resting, left_since, now, take_off
 from ._inputs import Inputs
 from ._keep import forget_with
 from ._matching import Leaf, Pairs, Trace, cheap_tail, match, match_aligned, node_count, node_names, region_codes
@@ -54,6 +55,7 @@ __all__ = ["Frame", "Options"]
 
 _NO_CONTEXT = contextlib.nullcontext()
 _NOTHING = object()
+_Attempt = Callable[["DrawWatch | None"], "tuple[_Recompute, bool]"]
 
 
 class Options(NamedTuple):
@@ -158,7 +160,7 @@ class Frame:
         self._witnesses = run.witnesses
         if self._parcel is not None:
             run.plan, run.parcel = self._options.offload, self._parcel
-        visit = Visit(self._generators)
+        visit = Visit() if self._generators else None
         first, before, mark = node_count(), collectives(), now()
         outputs: Any = _NOTHING
         try:
@@ -168,7 +170,7 @@ class Frame:
             tell_rank(error, self.slot.label)
             raise
         finally:
-            self._crowded = visit.end()
+            self._crowded = visit is not None and visit.end()
         if self._buffers is not None:
             self._buffers.settle(self.trace.told_at >= 0)
         if self._generators and self._generators.missed():
@@ -187,7 +189,7 @@ class Frame:
             recompute_on_arrival(self, outputs, first)
         elif needed and self._options.early_stop and self._verified:
             stop_at = self.stop_at = needed[-1]
-            self.runs_out = cheap_tail(outputs, self.trace.numbers[stop_at])
+            self.runs_out = cheap_tail(outputs, self.trace.number(stop_at))
         if not self._verified and phase is Phase.FORWARD:
             self._outputs = Audit.copy(outputs)
         self.returned = True
@@ -197,8 +199,9 @@ class Frame:
 
     def _pack(self, tensor: torch.Tensor) -> Holder:
         trace = self.trace
-        holder = Holder(self, len(trace.packs))
-        trace.add(holder, tensor)
+        n = len(trace.packs)
+        holder = Holder(self, n)
+        trace.add(n, holder, tensor)
         for trace in self._witnesses:
             trace.witness(tensor)
         return holder
@@ -241,20 +244,13 @@ class Frame:
 
     def _recompute(self, asked: Holder | None) -> _Recompute:
         before = Before(self._generators, self._buffers)
-
-        def attempt(watch: DrawWatch | None) -> tuple[_Recompute, bool]:
-            if watch is not None or self._buffers is not None:  # else there was no attempt before this one,
-                self._empty()  # and what it found may not stand where this one finds nothing
-            recompute = _Recompute(self, asked)
-            return recompute, recompute.run(watch, before.numbers)
-
-        def led(watch: DrawWatch | None) -> tuple[_Recompute, bool]:
-            return not_misled(self._buffers, lambda: attempt(watch))
-
+        attempt: _Attempt = partial(self._attempt, asked, before.numbers)
+        if self._buffers is not None:
+            attempt = partial(not_misled, self._buffers, attempt)
         if self.talks:
             self._arrived, self._vain = torch._C._current_graph_task_id(), None
         try:
-            recompute, drew = replayed(attempt if self._buffers is None else led, self._crowded)
+            recompute, drew = replayed(attempt, self._crowded)
             if drew:
                 raise drawn_in_a_crowd(self.slot.label)
             if recompute.relaid >= 0 and recompute.drew:
@@ -267,6 +263,15 @@ class Frame:
             self._vain = lacking, recompute.trace
         return recompute
 
+    def _attempt(
+        self, asked: Holder | None, numbers: Sequence[torch.Tensor], watch: DrawWatch | None
+    ) -> tuple[_Recompute, bool]:
+        """A recompute, and whether another thread was inside a region meanwhile."""
+        if watch is not None or self._buffers is not None:  # else there was no attempt before this one,
+            self._empty()  # and what it found may not stand where this one finds nothing
+        recompute = _Recompute(self, asked)
+        return recompute, recompute.run(watch, numbers)
+
     def _empty(self) -> None:
         """Let the holders have no value."""
         for ref in self.trace.refs:
@@ -277,14 +282,15 @@ class Frame:
     def fill(self, pairs: Pairs, recompute: Trace) -> None:
         """Give the holders still alive the values of their partners."""
         forward = self.trace
-        leaves = forward.leaves
-        told = forward.layouts or recompute.layouts
+        weights, again = forward.leaves, recompute.leaves
+        laid = forward.layouts or recompute.layouts
         for ours, theirs in pairs.items():
             holder, partner = forward.refs[ours](), recompute.refs[theirs]()
             if holder is not None and partner is not None:
                 holder.value, holder.version = partner.value, partner.version
-                holder.doubt = self._leaf_fault(ours, recompute.leaves.get(theirs), partner) if ours in leaves else None
-                if told and forward.layouts.get(ours) != recompute.layouts.get(theirs):
+                then, now = weights.get(ours), again.get(theirs)
+                holder.doubt = None if then == now else self._leaf_fault(ours, then, now, partner.value)
+                if laid and forward.layouts.get(ours) != recompute.layouts.get(theirs):
                     partner.recompute.relaid = ours
 
     def guess(self, guesses: Pairs, recompute: Trace, outputs: Any) -> None:
@@ -296,25 +302,22 @@ class Frame:
         for ours, theirs in guesses.items():
             holder = self.trace.refs[ours]()
             if holder is not None and holder.doubt is None:
-                holder.doubt = names.get(recompute.numbers[theirs], "nothing that is returned")
+                holder.doubt = names.get(recompute.number(theirs), "nothing that is returned")
 
-    def _leaf_fault(self, ours: int, again: Leaf | None, partner: _Recomputed) -> RoundPipeError | None:
+    def _leaf_fault(self, ours: int, then: Leaf | None, now: Leaf | None, value: torch.Tensor) -> RoundPipeError | None:
         """What speaks against a weight: that it is not the forward's, or not as the forward had it."""
-        if again is None:
+        before, again = then and then[2](), now and now[2]()
+        if before is None or again is None:  # hooks around the region may give copies of its inputs
             return None
-        then, version = self.trace.leaves[ours]
-        before, now = then(), again[0]()
-        if before is now:
-            return tensor_changed(self.slot.label, partner.value) if version != again[1] else None
-        if before is None or now is None:  # hooks around the region may give copies of its inputs
-            return None
-        known = type(now) is not torch.Tensor or any(now is leaf() for leaf, _ in self.trace.leaves.values())
+        if before is again:
+            return tensor_changed(self.slot.label, value)
+        known = type(again) is not torch.Tensor or any(again is leaf[2]() for leaf in self.trace.leaves.values())
         return other_parameter(self.slot.label, str(self.trace.saved(ours))) if known else None
 
     def check(self, holder: Holder, made_for: str) -> None:
         """Refuse a partner found by order if another kind of node saved it."""
         node: Any = torch._C._current_autograd_node()
-        if node is None or node._sequence_nr() != self.trace.numbers[holder.index]:
+        if node is None or node._sequence_nr() != self.trace.number(holder.index):
             return  # asked by an inner region for its input, which no node saved
         if node.name() != made_for:
             raise other_node(self.slot.label, self.trace.told_of(holder.index), node.name(), made_for)
@@ -324,7 +327,7 @@ class Frame:
         return self._needed if self.returned else self.trace.alive()
 
     def _audit(self, args: list[Any], kwargs: dict[str, Any]) -> Audit | None:
-        if self._verified or not self.returned:  # inside the forward there is not yet all to compare with
+        if not self.returned:  # inside the forward there is not yet all to compare with
             return None
         self._verified = True
         run = TorchRun(Phase.AUDIT, self.slot, None, None)
@@ -364,18 +367,14 @@ class _Recompute:
     drew = False
     """Random numbers, after the last decision; known where `relaid` is."""
     done = False
-    _stop_segments = 0
-    """Segments begun when it may stop; 0: never."""
-    _stop_packs = 0
-    """Packs of the last of these."""
+    _stop_segment = _stop_offset = -1
+    """Where it may stop, if it may."""
 
     def __init__(self, frame: Frame, asked: Holder | None) -> None:
         self.frame = frame
         self._asked = asked  # the holder that backward waits for, if it has come to one
-        self.trace = Trace(frame._options.debug, frame._located, frame.trace)
         if frame.stop_at >= 0 and not frame.learns():
-            segment, offset = frame.trace.position(frame.stop_at)
-            self._stop_segments, self._stop_packs = segment + 1, offset + 1
+            self._stop_segment, self._stop_offset = frame.trace.position(frame.stop_at)
 
     def run(self, watch: DrawWatch | None, numbers: Sequence[torch.Tensor]) -> bool:
         """Recompute, and fill the frame's holders. Returns whether another thread was inside a region meanwhile.
@@ -383,26 +382,23 @@ class _Recompute:
         Afterwards the generators go on from `numbers`.
         """
         frame = self.frame
-        options, generators = frame._options, frame._generators
+        generators = frame._generators
         outer, nodes = thread.run, node_count()
         around = outer.trace if isinstance(outer, TorchRun) else None
         base = around.base if around else 0
         if frame._parcel is not None:
             frame._parcel.arrive()
         args, kwargs = frame.inputs()
-        visit, tracked = Visit(generators), torch.is_grad_enabled()
-        run = TorchRun(Phase.RECOMPUTE, frame.slot, self.trace, generators)
-        run.hooked = frame._hooked
-        run.knowing = frame.trace.told_at >= 0
+        visit, tracked = Visit() if generators else None, torch.is_grad_enabled()
+        mark = now()
         try:
             torch._C._set_grad_enabled(True)
-            with frame._ambient.restored() or _NO_CONTEXT, Resting(frame._hooked, frame._function, args, kwargs):
-                audit = frame._audit(args, kwargs)
-                self.trace.restart()
-                run.begin_at(generators.start if generators else None)
-                run.observe(frame._buffers)
-                with options.context(1), copies(frame._buffers, frame.slot, run.knowing), watch or _NO_CONTEXT:
-                    outputs = _call(run, self._pack, _unpack_recomputed, frame._function, args, kwargs)
+            ambient = frame._ambient.restored()
+            if ambient is None and not frame._hooked:
+                outputs, audit = self._play(args, kwargs, watch)
+            else:
+                with ambient or _NO_CONTEXT, Resting(frame._hooked, frame._function, args, kwargs):
+                    outputs, audit = self._play(args, kwargs, watch)
             if not self.done:
                 self._finish(outputs)
             if audit is not None:
@@ -419,25 +415,40 @@ class _Recompute:
                 raise
         finally:
             torch._C._set_grad_enabled(tracked)
-            crowded = visit.end()
-            self.drew = self.relaid >= 0 and run.drew()
+            crowded = visit is not None and visit.end()
+            if not frame._hooked and now() != mark:
+                take_off(mark, frame._function, args, kwargs)
+            self.drew = self.relaid >= 0 and self._run.drew()
             if generators:
                 generators.set(numbers)
             if around is not None:  # the nodes of this recompute, and of one around it, are not its own
                 around.skip(base + node_count() - nodes - around.base)
         return crowded
 
+    def _play(self, args: list[Any], kwargs: dict[str, Any], watch: DrawWatch | None) -> tuple[Any, Audit | None]:
+        """Run the layer again, audited before if that is due."""
+        frame = self.frame
+        options, buffers = frame._options, frame._buffers
+        audit = None if frame._verified else frame._audit(args, kwargs)
+        self.trace = Trace(options.debug, frame._located, frame.trace)
+        run = self._run = TorchRun(Phase.RECOMPUTE, frame.slot, self.trace, frame._generators)
+        run.hooked, run.knowing = frame._hooked, frame.trace.told_at >= 0
+        run.begin()
+        if options.contexts is None and buffers is None and watch is None:
+            return _call(run, self._pack, _unpack_recomputed, frame._function, args, kwargs), audit
+        run.observe(buffers)
+        with options.context(1), copies(buffers, frame.slot, run.knowing), watch or _NO_CONTEXT:
+            outputs = _call(run, self._pack, _unpack_recomputed, frame._function, args, kwargs)
+        return outputs, audit
+
     def _pack(self, tensor: torch.Tensor) -> _Recomputed:
         partner = _Recomputed(self, tensor.detach() if tensor.requires_grad else tensor)
         if self.done:  # the layer runs on, for nothing
             return partner
         trace = self.trace
-        trace.add(partner, tensor)
-        if (
-            len(trace.starts) == self._stop_segments
-            and len(trace.packs) - trace.starts[-1] == self._stop_packs
-            and self._complete()
-        ):
+        n = len(trace.packs)
+        trace.add(n, partner, tensor)
+        if n - trace.starts[-1] == self._stop_offset and self._complete():
             self.done = True
             if not self.frame.runs_out:
                 raise _Stop(self)
@@ -446,6 +457,8 @@ class _Recompute:
     def _complete(self) -> bool:
         """Fill the holders if all that are needed stand in aligned segments, the last of them unfinished."""
         frame, trace = self.frame, self.trace
+        if len(trace.starts) != self._stop_segment + 1:
+            return False
         pairs, complete = match_aligned(frame.trace, frame.needed(), trace)
         if complete:
             frame.fill(pairs, trace)
@@ -518,23 +531,19 @@ region_codes |= {_call.__code__}
 
 
 def _unpack(holder: Holder) -> torch.Tensor:
+    frame, value = holder.frame, holder.value
     try:
-        return _value_of(holder)
+        if value is None:
+            value = frame.recover(holder)
+        if not (frame.talks and keeps_graph()):  # else a part of this backward may follow, on some ranks only
+            holder.value = None  # a later backward recomputes again; until then nothing is held
+        if holder.doubt is not None:
+            _settle(holder, holder.doubt)
+        if value._version != holder.version:
+            raise tensor_changed(frame.slot.label, value)
     except Exception as error:
-        tell_rank(error, holder.frame.slot.label)
+        tell_rank(error, frame.slot.label)
         raise
-
-
-def _value_of(holder: Holder) -> torch.Tensor:
-    value = holder.value
-    if value is None:
-        value = holder.frame.recover(holder)
-    if not (holder.frame.talks and keeps_graph()):  # else a part of this backward may follow, on some ranks only
-        holder.value = None  # a later backward recomputes again; until then nothing is held
-    if holder.doubt is not None:
-        _settle(holder, holder.doubt)
-    if value._version != holder.version:
-        raise tensor_changed(holder.frame.slot.label, value)
     return value
 
 

@@ -13,7 +13,6 @@ for. The packs alive when each phase returned are matched by the line that made 
 from __future__ import annotations
 
 import sys
-import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +20,7 @@ from itertools import pairwise
 from operator import call
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 
@@ -72,8 +72,11 @@ class Saved(NamedTuple):
 _Pack = tuple[torch.Size, torch.dtype, torch.device, int, int | None]
 """A `Saved` that nobody has asked for yet: one that has names takes twice as long to make."""
 
-Leaf = tuple[weakref.ref[torch.Tensor], int]
-"""A weight or other leaf of the graph that was saved, and its version."""
+Leaf = tuple[int, int, ref[torch.Tensor]]
+"""A weight or other leaf of the graph that was saved: its identity, its version, and itself.
+
+In this order, so that two of them can be compared: the values of tensors are never.
+"""
 
 
 class Trace:
@@ -82,14 +85,15 @@ class Trace:
     live: Sequence[int] = ()
     """Packs alive when the run was over."""
     places: list[str] | None = None
+    told_at = -1
+    """Nodes made before the layer learned its phase; -1: it does not know."""
+    _untold: int = sys.maxsize
+    """Packs before that."""
+    _located_from: int = sys.maxsize
+    """The first pack of which the place is noted."""
+    _of: Trace | None = None
     _regions = 0
     """That have ended."""
-    _untold: int = sys.maxsize
-    """Packs before the layer learned its phase."""
-    _of: Trace | None = None
-    """The forward's."""
-    _learns_at: int = sys.maxsize
-    """Of a recompute: packs before the forward's layer learned it."""
 
     def __init__(self, debug: bool, locating: bool, of: Trace | None = None) -> None:
         """`of`: the forward's, for a recompute."""
@@ -99,48 +103,57 @@ class Trace:
         self.points: list[tuple[Any, int]] = [(None, 0)]
         """Where each segment begins: the last point that both phases know, and how often the layer asked since."""
         self.base = self.begun = node_count()
-        self.told_at = 0 if locating else -1  # nodes made before the layer learned its phase; -1: it does not know
-        self.numbers: list[int] = []  # of the node that saves each pack
+        self._bases = [(0, self.base)]  # from which pack on the nodes are counted from where
         self.makers: dict[int, tuple[str, int]] = {}  # name and place of the node that made each pack, once told
         self.layouts: dict[int, tuple[int, ...]] = {}  # strides of each pack, once told
         self.leaves: dict[int, Leaf] = {}
         self.standing: dict[tuple[int, int], tuple[str, int]] = {}  # makers of what stands for outputs of another node
-        if debug:
-            self.places = []
-        if locating:
-            self._untold = 0
         if of is not None:
-            self._of, self._learns_at = of, of._untold
+            self._of, self._located_from = of, of._untold
+        if debug:
+            self.places, self._located_from = [], 0
+        if locating:
+            self.told_at = self._untold = self._located_from = 0
 
-    def restart(self) -> None:
+    def _count_from(self, base: int) -> None:
         """Count nodes from here."""
-        self.base = self.begun = node_count()
+        self.base = base
+        self._bases.append((len(self.packs), base))
 
     def told(self) -> None:
         """The layer knows its phase: from now on note which line makes a pack."""
         if self.told_at < 0:
             self.told_at, self._untold = node_count() - self.begun, len(self.packs)
+            self._located_from = min(self._located_from, self._untold)
 
-    def add(self, holder: Any, tensor: torch.Tensor) -> None:
-        """Note a pack."""
-        n, count = len(self.packs), node_count()
-        self.refs.append(weakref.ref(holder))
-        self.numbers.append(count - 1)
-        if n >= self._learns_at and self.told_at < 0 and self._of is not None:
-            self.told_at = self._of.told_at  # the forward asked here, if only for a log
+    def add(self, n: int, holder: Any, tensor: torch.Tensor) -> None:
+        """Note a pack, the `n`th."""
+        nodes = node_count() - self.base
+        self.refs.append(ref(holder))
         if tensor.requires_grad:
             weight = tensor if tensor.is_leaf else tensor._base  # a linear layer saves a view of its weight
-            if weight is not None and weight.is_leaf:
-                self.leaves[n] = weakref.ref(weight), weight._version
-        line = None if self.told_at < 0 else self._origin(n, tensor)
-        self.packs.append((tensor.shape, tensor.dtype, tensor.device, count - self.base, line))
+            if weight is tensor or (weight is not None and weight.is_leaf):
+                self.leaves[n] = id(weight), weight._version, ref(weight)
+        line = self._located(n, tensor) if n >= self._located_from else None
+        self.packs.append((tensor.shape, tensor.dtype, tensor.device, nodes, line))
+
+    def _located(self, n: int, tensor: torch.Tensor) -> int | None:
+        """The line that makes pack `n`, if the layer knows its phase."""
         if self.places is not None:
             self.places.append("at " + user_line())
+        if self.told_at < 0 and self._of is not None and n >= self._of._untold:
+            self.told_at = self._of.told_at  # the forward asked here, if only for a log
+        return None if self.told_at < 0 else self._origin(n, tensor)
+
+    def number(self, pack: int) -> int:
+        """Of the node that saves a pack."""
+        begin = bisect_right(self._bases, (pack, sys.maxsize)) - 1
+        return self._bases[begin][1] + self.packs[pack][3] - 1
 
     def witness(self, tensor: torch.Tensor) -> None:
         """Note a pack for its layout alone: one of a region inside, or one that nothing is matched with."""
         if self.told_at >= 0:
-            self.add(self, tensor)
+            self.add(len(self.packs), self, tensor)
 
     def _origin(self, n: int, tensor: torch.Tensor) -> int:
         """Note what made pack `n`, and how it lies in memory. Returns its line."""
@@ -171,7 +184,7 @@ class Trace:
 
     def skip(self, nodes: int) -> None:
         """Leave out nodes that a recompute made in the midst of this run."""
-        self.base += nodes
+        self._count_from(self.base + nodes)
         self.begun += nodes
 
     def position(self, pack: int) -> tuple[int, int]:
@@ -207,7 +220,7 @@ class Trace:
             point = REGION, self._regions
         self.points.append((known, asked + 1) if point is None else (point, 0))
         self.starts.append(len(self.packs))
-        self.base = node_count()
+        self._count_from(node_count())
 
     def segments(self) -> list[tuple[int, int]]:
         """Begin and end of each segment."""
@@ -221,7 +234,7 @@ class Trace:
         """Packs whose holder something still holds."""
         if all(map(call, self.refs)):
             return [*range(len(self.refs))]
-        return [n for n, ref in enumerate(self.refs) if ref() is not None]
+        return [n for n, holder in enumerate(self.refs) if holder() is not None]
 
 
 _SMALL, _FEW = 16384, 8
@@ -252,10 +265,12 @@ def cheap_tail(outputs: Any, number: int) -> bool:
         if node.name().rstrip("0123456789") not in _CHEAP:
             return False
         found.add(node._sequence_nr())
+        if len(found) == left:
+            return number in found
         for before, _ in node.next_functions:
             if before is not None and number <= before._sequence_nr() < _A_LEAF:
                 waiting.append(before)
-    return len(found) == left and number in found
+    return False
 
 
 region_codes: set[Any] = set()
@@ -266,7 +281,7 @@ _MOST_LISTED = 40
 
 def _line() -> int:
     """Names the expression that runs now by those that called it, up to the region's own call."""
-    frame: FrameType | None = sys._getframe(4)
+    frame: FrameType | None = sys._getframe(5)
     name = 0
     while frame is not None and frame.f_code not in region_codes:
         code = frame.f_code
@@ -416,7 +431,7 @@ def _inexact(dtype: torch.dtype) -> bool:
 
 def node_names(outputs: list[Any], recompute: Trace, packs: Iterable[int]) -> dict[int, str]:
     """Names of the nodes that saved `packs`, by their number, found from the tensors that the recompute gave."""
-    wanted = {recompute.numbers[n] for n in packs}
+    wanted = {recompute.number(n) for n in packs}
     waiting = deque(leaf.grad_fn for leaf in outputs if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None)
     names: dict[int, str] = {}
     seen = set(waiting)

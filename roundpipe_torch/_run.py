@@ -159,11 +159,11 @@ class TorchRun(Run):
             self._counts[DECIDED] = before
         return value
 
-    def begin_at(self, numbers: list[torch.Tensor] | None) -> None:
-        """Let the generators begin at these states. For a run that is not a part of another one."""
-        if self.generators and numbers is not None:
-            self._aligned = numbers
-            self.generators.set(numbers)
+    def begin(self) -> None:
+        """Let the generators go back to where the forward found them. For a run that is not a part of another one."""
+        if self.generators is not None:
+            self._aligned = self.generators.start
+            self.generators.set(self._aligned)
 
     def draw_from(self, numbers: list[torch.Tensor] | None) -> None:
         """Let the generators go on from these states."""

@@ -12,7 +12,7 @@ import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from operator import call
+from operator import call, methodcaller
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -44,7 +44,7 @@ _CPU_ONLY: tuple[torch.Generator, ...] = (torch.default_generator,)
 
 _COLLECTS_AT_ALLOCATIONS = sys.version_info < (3, 12)
 _count, _threshold = gc.get_count, gc.get_threshold
-_get_state = torch.Generator.get_state
+_get_state = methodcaller("get_state")
 
 
 class Generators:
@@ -77,7 +77,7 @@ class Generators:
 
     def missed(self) -> bool:
         """Whether the accelerator was started since, so that its generators are not among these."""
-        return len(self._generators) == 1 and _started_backend() is not None
+        return _ACCELERATOR is not None and len(self._generators) == 1 and _started_backend() is not None
 
     def at(self, states: Sequence[torch.Tensor]) -> bool:
         """Whether the generators stand at `states`."""
@@ -99,21 +99,18 @@ class Visit:
     Threads are kept by identity, so that a visit which a keyboard interrupt cut short ends with the next one.
     """
 
-    __slots__ = ("_crowded", "_meeting", "_nested", "_watching")
+    __slots__ = ("_met", "_nested")
 
     _inside: ClassVar[set[int]] = set()
     _meetings: ClassVar[int] = 0
 
-    def __init__(self, generators: Generators | None) -> None:
-        self._watching = generators is not None
-        if self._watching:
-            me, inside = _this_thread(), Visit._inside
-            self._nested = me in inside and thread.run is not None
-            inside.add(me)
-            self._crowded = len(inside) > 1
-            if self._crowded:
-                Visit._meetings += 1
-            self._meeting = Visit._meetings
+    def __init__(self) -> None:
+        me, inside = _this_thread(), Visit._inside
+        self._nested = me in inside and thread.run is not None
+        self._met = Visit._meetings  # before this one
+        inside.add(me)
+        if len(inside) > 1:
+            Visit._meetings += 1
 
     @staticmethod
     def inside() -> bool:
@@ -132,11 +129,9 @@ class Visit:
 
     def end(self) -> bool:
         """Leave; whether another thread was inside meanwhile."""
-        if not self._watching:
-            return False
         if not self._nested:
             Visit._inside.discard(_this_thread())
-        return self._crowded or self._meeting != Visit._meetings
+        return self._met != Visit._meetings
 
     @staticmethod
     def forked() -> None:
@@ -206,8 +201,7 @@ def generators_of(function: Any, arguments: Any) -> tuple[torch.Generator, ...]:
 
     Tensors and modules may stand anywhere in `arguments`.
     """
-    backend = _started_backend()
-    if backend is None or _ACCELERATOR is None:
+    if _ACCELERATOR is None or (backend := _started_backend()) is None:
         return _CPU_ONLY
     if _ACCELERATOR.type == "mps":  # pragma: no cover - needs an Apple GPU
         return (*_CPU_ONLY, torch.mps._get_default_mps_generator())
@@ -267,11 +261,7 @@ def _reached(function: Any, leaves: Iterable[Any], kinds: type | tuple[type, ...
         seen.add(id(found))
         if isinstance(found, kinds):
             yield found
-        elif isinstance(found, partial):
-            waiting += [found.func, *found.args, *found.keywords.values()]
-        elif isinstance(found, types.MethodType):
-            waiting += [found.__self__, found.__func__]
-        elif isinstance(found, types.FunctionType):
+        elif type(found) is types.FunctionType:
             if found.__dict__:
                 waiting.append(found.__dict__.get("__wrapped__"))
             if found.__defaults__:
@@ -284,6 +274,10 @@ def _reached(function: Any, leaves: Iterable[Any], kinds: type | tuple[type, ...
             for value in map(found.__globals__.get, found.__code__.co_names):
                 if type(value) not in _LEAD_NOWHERE and (isinstance(value, kinds) or _is_beside(found, value)):
                     waiting.append(value)
+        elif isinstance(found, partial):
+            waiting += [found.func, *found.args, *found.keywords.values()]
+        elif isinstance(found, types.MethodType):
+            waiting += [found.__self__, found.__func__]
         elif isinstance(found, (list, tuple, dict)) and len(found) <= _MOST_SEARCHED:
             waiting += found.values() if isinstance(found, dict) else found
 
