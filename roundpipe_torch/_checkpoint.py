@@ -92,7 +92,8 @@ def checkpoint(
         and determinism_check == "default"
         and early_stop
         and not debug
-        and _overrides() == (None, None)
+        and torch_checkpoint._enable_checkpoint_early_stop is None
+        and torch_checkpoint._checkpoint_debug_enabled is None
     ):
         options = _PLAIN if preserve_rng_state else _WITHOUT_RNG
         return run_region(function, args, kwargs, options, bool(use_reentrant))

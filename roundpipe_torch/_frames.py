@@ -71,10 +71,6 @@ class Options(NamedTuple):
     auto: Decisions | None = None
     offload: Offload | None = None
 
-    def context(self, recompute: int) -> AbstractContextManager[Any]:
-        """The user's context for a run."""
-        return _NO_CONTEXT if self.contexts is None else self.contexts[recompute]
-
 
 class Holder:
     """What autograd keeps instead of a tensor: its place in a frame, and its value between recompute and use."""
@@ -115,7 +111,6 @@ class Frame:
     _needed: Sequence[int] = ()
     _outputs: Any = None
     _crowded = False
-    _witnesses: tuple[Trace, ...] = ()
     _arrived = -1
     """The last backward that recomputed this."""
     _hooked: Sequence[Hooked] = ()
@@ -157,15 +152,18 @@ class Frame:
         run = TorchRun(phase, self.slot, self.trace, self._generators, outer)
         if self._buffers is not None:
             run.observe(self._buffers)
-        self._witnesses = run.witnesses
         if self._parcel is not None:
             run.plan, run.parcel = self._options.offload, self._parcel
         visit = Visit() if self._generators else None
         first, before, mark = node_count(), collectives(), now()
+        pack = partial(self._pack_seen, run.witnesses) if run.witnesses else self._pack
         outputs: Any = _NOTHING
         try:
-            with self._options.context(0):
-                outputs = _call(run, self._pack, _unpack, self._function, args, kwargs)
+            if self._options.contexts is None:
+                outputs = _call(run, pack, _unpack, self._function, args, kwargs)
+            else:
+                with self._options.contexts[0]:
+                    outputs = _call(run, pack, _unpack, self._function, args, kwargs)
         except Exception as error:
             tell_rank(error, self.slot.label)
             raise
@@ -202,7 +200,11 @@ class Frame:
         n = len(trace.packs)
         holder = Holder(self, n)
         trace.add(n, holder, tensor)
-        for trace in self._witnesses:
+        return holder
+
+    def _pack_seen(self, witnesses: tuple[Trace, ...], tensor: torch.Tensor) -> Holder:
+        holder = self._pack(tensor)
+        for trace in witnesses:
             trace.witness(tensor)
         return holder
 
@@ -437,7 +439,11 @@ class _Recompute:
         if options.contexts is None and buffers is None and watch is None:
             return _call(run, self._pack, _unpack_recomputed, frame._function, args, kwargs), audit
         run.observe(buffers)
-        with options.context(1), copies(buffers, frame.slot, run.knowing), watch or _NO_CONTEXT:
+        with (
+            options.contexts[1] if options.contexts else _NO_CONTEXT,
+            copies(buffers, frame.slot, run.knowing),
+            watch or _NO_CONTEXT,
+        ):
             outputs = _call(run, self._pack, _unpack_recomputed, frame._function, args, kwargs)
         return outputs, audit
 

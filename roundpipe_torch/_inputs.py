@@ -63,6 +63,8 @@ class Inputs:
         if self._specs is not None:
             rest = iter(leaves)
             leaves = [unflatten(spec, rest) for spec in self._specs]
+        if not self._names:
+            return leaves, {}
         return leaves[: self._positional], dict(zip(self._names, leaves[self._positional :], strict=True))
 
 

@@ -414,34 +414,42 @@ def _choose_by_age() -> None:
     they save differs.
     """
     global _by_age
-    if "torch._dynamo" in sys.modules:
-        _by_age = True
-        _dynamo._set_lru_cache(False)  # process-wide; torch's checkpoint advises the same
+    _by_age = True
+    _dynamo._set_lru_cache(False)  # process-wide; torch's checkpoint advises the same
 
 
 class Ambient:
     """Autocast, the default device, global settings and the compiler at one moment."""
 
-    __slots__ = ("_autocast", "_compiler", "_device", "_values")
+    _autocast: tuple[Any, ...] = ()
+    _device: torch.device | None = None
 
     def __init__(self) -> None:
-        if not _by_age:
+        if not _by_age and "torch._dynamo" in sys.modules:
             _choose_by_age()
-        autocast, modes, self._compiler, *self._values = map(call, _SURROUNDINGS)
-        self._autocast = _autocast() if autocast else ()
-        self._device = _default_device() if modes else None
+        self._found = [*map(call, _SURROUNDINGS)]
+        if self._found[0]:
+            self._autocast = _autocast()
+        if self._found[1]:
+            self._device = _default_device()
 
     def restored(self) -> contextlib.AbstractContextManager[Any] | None:
         """A context in which all of it is as it was then; None if it is so now."""
+        found = [*map(call, _SURROUNDINGS)]
+        if found == self._found and not found[0] and not found[1]:
+            return None
+        return self._restored()
+
+    def _restored(self) -> contextlib.AbstractContextManager[Any] | None:
         now = Ambient()
+        (_, _, compiler, *values), (_, _, compiler_now, *values_now) = self._found, now._found
         autocast = self._autocast or now._autocast
-        compiler = self._compiler is not now._compiler
-        if self._values == now._values and not autocast and self._device == now._device and not compiler:
+        if values == values_now and not autocast and self._device == now._device and compiler is compiler_now:
             return None
         with contextlib.ExitStack() as stack:
-            if self._values != now._values:
-                stack.callback(_apply, now._values)
-                _apply(self._values)
+            if values != values_now:
+                stack.callback(_apply, values_now)
+                _apply(values)
             if autocast:
                 for device in _AUTOCAST_DEVICES:
                     stack.enter_context(torch.autocast(device, enabled=False))
@@ -449,6 +457,6 @@ class Ambient:
                     stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype, cache_enabled=cache))
             if self._device != now._device:
                 stack.enter_context(self._device or torch.device("cpu"))
-            if compiler:
-                stack.enter_context(_Compiling(self._compiler))
+            if compiler is not compiler_now:
+                stack.enter_context(_Compiling(compiler))
             return stack.pop_all()
