@@ -309,10 +309,14 @@ def match_aligned(forward: Trace, needed: Sequence[int], recompute: Trace) -> tu
 
     Also tells whether that gave each of them a partner.
     """
-    if len(forward.starts) == len(recompute.starts) == 1:
-        if forward.packs[: len(recompute.packs)] != recompute.packs:
-            return {}, False
-        reached = needed[: bisect_left(needed, len(recompute.packs))]
+    begun, made = len(recompute.starts), len(recompute.packs)
+    if (
+        recompute.packs == forward.packs[:made]
+        and recompute.starts == forward.starts[:begun]
+        and recompute.points == forward.points[:begun]
+        and (begun == len(forward.starts) or made <= forward.starts[begun])
+    ):
+        reached = needed[: bisect_left(needed, made)]
         return dict(zip(reached, reached, strict=True)), len(reached) == len(needed)
     segments = list(zip(forward.segments(), recompute.segments(), strict=False))
     (begin, end), (other, now) = segments[-1]

@@ -21,7 +21,7 @@ from ._hooks import Hooked
 from ._keep import keep
 from ._matching import Trace
 from ._offload import MOVED, Offload, Parcel, Shipped
-from ._state import Generators
+from ._state import Generators, equal
 
 __all__ = ["DECIDED", "TorchRun", "is_told", "pack_plainly", "unpack_plainly"]
 
@@ -154,6 +154,8 @@ class TorchRun(Run):
 
     def _read(self, key: Key, place: Place, data: Any = NOTHING) -> Any:
         value = super()._read(key, place, data)
+        if self.watch is None:  # no decisions of `auto`
+            return value
         before = self.slot.read(key, place).counts.get(DECIDED, 0)
         if before > self._counts.get(DECIDED, 0):  # what precedes the save is skipped
             self._counts[DECIDED] = before
@@ -168,13 +170,14 @@ class TorchRun(Run):
     def draw_from(self, numbers: list[torch.Tensor] | None) -> None:
         """Let the generators go on from these states."""
         if self.generators and numbers is not None:
+            now = self.generators.now()
             for run in self._around():
-                run._drew, run._aligned = run.drew(), numbers
+                run._drew, run._aligned = run._drew or bool(run._aligned and not equal(run._aligned, now)), numbers
             self.generators.set(numbers)
 
     def drew(self) -> bool:
         """Whether this run drew random numbers, other than for a decision."""
-        return self._drew or bool(self.generators and self._aligned and not self.generators.at(self._aligned))
+        return self._drew or bool(self.generators and self._aligned and not equal(self._aligned, self.generators.now()))
 
     def adopt(self, leaf: Any, like: Any) -> Any:  # R13
         return adopted(self.slot, leaf, like) if isinstance(self.slot, TapedSlot) else leaf

@@ -30,6 +30,7 @@ __all__ = [
     "Visit",
     "Watch",
     "default_generators",
+    "equal",
     "generators_of",
     "modules_of",
     "replayed",
@@ -73,21 +74,20 @@ class Generators:
     def since_start(self) -> list[torch.Tensor]:
         """The states now; the very list `start` if nothing was drawn since."""
         now = self.now()
-        return self.start if _equal(now, self.start) else now
+        return self.start if equal(now, self.start) else now
 
     def missed(self) -> bool:
         """Whether the accelerator was started since, so that its generators are not among these."""
         return _ACCELERATOR is not None and len(self._generators) == 1 and _started_backend() is not None
 
-    def at(self, states: Sequence[torch.Tensor]) -> bool:
-        """Whether the generators stand at `states`."""
-        return _equal(self.now(), states)
 
-
-def _equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+def equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
     """Whether states, which are on the host, are equal; not by a tensor operation, which modes would see."""
-    pairs = zip(some, others, strict=True)
-    return all(ctypes.string_at(a.data_ptr(), a.nbytes) == ctypes.string_at(b.data_ptr(), b.nbytes) for a, b in pairs)
+    return [*map(_bytes, some)] == [*map(_bytes, others)]
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
 _this_thread = threading.get_ident
