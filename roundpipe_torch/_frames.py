@@ -105,16 +105,13 @@ class _Stop(BaseException):
 
 
 class Frame:
-    """One call of a region. What most of them never use stands in the class."""
+    """One call of a region. What most of them never look at stands in the class."""
 
-    _parcel: Parcel | None = None
     _needed: Sequence[int] = ()
     _outputs: Any = None
     _crowded = False
     _arrived = -1
     """The last backward that recomputed this."""
-    _hooked: Sequence[Hooked] = ()
-    """Tensors from before it that the forward has put hooks on."""
     _vain: tuple[list[int], Trace] | None = None
     """Packs that this recompute had no partner for."""
     talks = False
@@ -131,10 +128,10 @@ class Frame:
         self._options = options
         self.slot = slot
         outer = thread.run
-        if options.offload is None:
+        self._parcel = None if options.offload is None else Parcel(options.offload)
+        if self._parcel is None:
             self._inputs = Inputs(args, kwargs)
         else:
-            self._parcel = Parcel(options.offload)
             with _NO_CONTEXT if isinstance(outer, TorchRun) else self._parcel.inputs():
                 self._inputs = Inputs(args, kwargs)
         values = (*args, *kwargs.values())
@@ -142,6 +139,7 @@ class Frame:
         self._buffers = Buffers.of(function, () if self._inputs.plain else values)
         self._ambient = Ambient()
         self._lock = RLock()
+        self._hooked: Sequence[Hooked] = ()  # tensors from before it that the forward has put hooks on
         self._verified = options.verify == "off" or isinstance(slot, TapedSlot)  # a replay repeats nothing
         self._located = outer is not None and is_told(outer)
         self.trace = Trace(options.debug, self._located)
@@ -364,17 +362,16 @@ class _Recompute:
     """One run of a frame's region during backward."""
 
     _tried = -1
-    relaid = -1
-    """A pack of the forward that the recompute has with other strides."""
     drew = False
     """Random numbers, after the last decision; known where `relaid` is."""
-    done = False
     _stop_segment = _stop_offset = -1
     """Where it may stop, if it may."""
 
     def __init__(self, frame: Frame, asked: Holder | None) -> None:
         self.frame = frame
         self._asked = asked  # the holder that backward waits for, if it has come to one
+        self.relaid = -1  # a pack of the forward that the recompute has with other strides
+        self.done = False
         if frame.stop_at >= 0 and not frame.learns():
             self._stop_segment, self._stop_offset = frame.trace.position(frame.stop_at)
 

@@ -89,8 +89,6 @@ class Trace:
     """Nodes made before the layer learned its phase; -1: it does not know."""
     _untold: int = sys.maxsize
     """Packs before that."""
-    _located_from: int = sys.maxsize
-    """The first pack of which the place is noted."""
     _of: Trace | None = None
     _regions = 0
     """That have ended."""
@@ -108,6 +106,7 @@ class Trace:
         self.layouts: dict[int, tuple[int, ...]] = {}  # strides of each pack, once told
         self.leaves: dict[int, Leaf] = {}
         self.standing: dict[tuple[int, int], tuple[str, int]] = {}  # makers of what stands for outputs of another node
+        self._located_from: int = sys.maxsize  # the first pack of which the place is noted
         if of is not None:
             self._of, self._located_from = of, of._untold
         if debug:
