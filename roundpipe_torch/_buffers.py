@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.jit import ScriptModule
 from torch.nn.modules.batchnorm import _NormBase
 
 from roundpipe_core import MutationError
@@ -327,10 +328,12 @@ def _found(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module
         if module is None or id(module) in seen:
             continue
         seen.add(id(module))
-        if isinstance(module, torch.jit.ScriptModule):  # its buffers cannot be swapped
+        if isinstance(module, ScriptModule):  # its buffers cannot be swapped
             continue
-        waiting += module._modules.values()
-        for name, buffer in module._buffers.items():
+        children, buffers = module._modules, module._buffers
+        if children:
+            waiting += children.values()
+        for name, buffer in buffers.items() if buffers else ():
             if buffer is None or buffer.requires_grad:  # one that carries gradient is part of the graph, not state
                 continue
             if isinstance(module, _NormBase) or not torch.nn.parameter.is_lazy(buffer):

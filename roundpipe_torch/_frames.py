@@ -250,7 +250,7 @@ class Frame:
         if self.talks:
             self._arrived, self._vain = torch._C._current_graph_task_id(), None
         try:
-            recompute, drew = replayed(attempt, self._crowded)
+            recompute, drew = replayed(attempt, self._generators, self._crowded)
             if drew:
                 raise drawn_in_a_crowd(self.slot.label)
             if recompute.relaid >= 0 and recompute.drew:

@@ -138,7 +138,7 @@ class _Region:
         before = Before(self.generators, self.buffers)
         try:
             attempt = partial(self._replay, tensors, before.numbers)
-            leaves, drew = replayed(partial(not_misled, self.buffers, attempt), self.crowded)
+            leaves, drew = replayed(partial(not_misled, self.buffers, attempt), self.generators, self.crowded)
         except BaseException:
             before.restore()
             raise

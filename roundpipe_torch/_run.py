@@ -170,9 +170,10 @@ class TorchRun(Run):
     def draw_from(self, numbers: list[torch.Tensor] | None) -> None:
         """Let the generators go on from these states."""
         if self.generators and numbers is not None:
-            now = self.generators.now()
-            for run in self._around():
-                run._drew, run._aligned = run._drew or bool(run._aligned and not equal(run._aligned, now)), numbers
+            if numbers is not self._aligned:  # else the forward has drawn nothing since
+                now = self.generators.now()
+                for run in self._around():
+                    run._drew, run._aligned = run._drew or bool(run._aligned and not equal(run._aligned, now)), numbers
             self.generators.set(numbers)
 
     def drew(self) -> bool:

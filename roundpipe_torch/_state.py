@@ -174,11 +174,15 @@ class DrawWatch(Watch):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-def replayed(attempt: Callable[[DrawWatch | None], tuple[T, bool]], crowded: bool) -> tuple[T, bool]:
+def replayed(
+    attempt: Callable[[DrawWatch | None], tuple[T, bool]], generators: Generators | None, crowded: bool
+) -> tuple[T, bool]:
     """Recompute by `attempt`, and tell whether it drew what another thread may have drawn from too.
 
     `attempt` gives its result and whether another thread was inside meanwhile; `crowded` tells that of the forward.
     """
+    if generators is None:  # it need not draw what its forward drew
+        return attempt(None)[0], False
     watch = DrawWatch() if crowded or Visit.others() else None
     result, met = attempt(watch)
     if met and watch is None:  # another thread came in meanwhile: look again, more closely
