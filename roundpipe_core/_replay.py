@@ -59,8 +59,6 @@ _block: contextvars.ContextVar[TapeRun | None] = contextvars.ContextVar("block",
 class TapeRun(Run):
     """A recording or a replay. Saved outside of regions, data is kept in order: each save is the next."""
 
-    __slots__ = ("guards", "spans_tasks")
-
     def __init__(self, phase: Phase, slot: Slot) -> None:
         super().__init__(phase, slot)
         self.repeats = False
