@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ._inputs import tensors_in
 from ._state import tensors_of
 
-__all__ = ["Hooked", "Resting", "gradient_nodes", "hooked_since", "is_hooked", "left_since", "now"]
+__all__ = ["Hooked", "Resting", "gradient_nodes", "hooked_since", "is_hooked", "left_since", "now", "take_off"]
 
 _Hooks = MutableMapping[int, Callable[..., Any]]
 
@@ -65,6 +65,13 @@ def gradient_nodes(mark: int, function: Callable[..., Any], args: Sequence[Any])
         return []
     reached = (tensor for tensor in _reached(function, args, {}) if tensor.requires_grad and tensor.is_leaf)
     return [get_gradient_edge(leaf).node for leaf in reached]
+
+
+def take_off(mark: int, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Take off the hooks that were registered since `mark` on tensors that a call can reach."""
+    for added in [*hooked_since(mark, function, args, kwargs)]:
+        for key in added.new:
+            added.hooks.pop(key, None)
 
 
 def is_hooked(tensor: torch.Tensor) -> bool:
