@@ -49,7 +49,17 @@ from ._packing import Held, Split, Template, in_jax, split
 from ._policies import check_matches, with_tags
 from ._refusals import Refusals
 from ._regions import Away, CheckpointLane, ResidualLane
-from ._runs import JaxRun, Journal, NeedsFreshTraces, NeedsTags, NeedsTangents, execute, is_abstract, stop_gradients
+from ._runs import (
+    JaxRun,
+    Journal,
+    NeedsFreshTraces,
+    NeedsTags,
+    NeedsTangents,
+    execute,
+    is_abstract,
+    stop_gradients,
+    updated,
+)
 from ._staging import Program, Traces, hint, hinted, memory, stage
 from ._tags import lead_through_tags, updates_in
 from ._taped import Taped, reads, without_axes
@@ -140,12 +150,8 @@ class Layer(NamedTuple):
 
         All that was traced is given up with it: in there is what was decided so far.
         """
-        known = self.fresh
-        try:
+        with contextlib.suppress(NeedsFreshTraces):
             return stage()
-        except NeedsFreshTraces:
-            if known:
-                raise
         hint("fresh", self.kind)
         return self.begun(stage)
 
@@ -289,8 +295,6 @@ class Call:
             return self._replayed(slot)
         if phase is Phase.RECOMPUTE:
             return self._inside_recompute(slot)
-        if phase is Phase.AUDIT:
-            return execute(JaxRun(phase, slot), lambda: self.layer.apply(self.arrays))
         if not isinstance(outer, JaxRun) or outer.phase is Phase.OFF:
             return self._outermost(slot)
         if outer.tags:
@@ -606,11 +610,11 @@ class Call:
     def _replayed(self, slot: TapedSlot) -> Any:
         """The recompute, in place of the forward too (R13)."""
         taped = Taped(slot)
-        program = self._looking(
-            ("replay", taped.key) if taped.key is not None else None,
-            functools.partial(_replayed_in, taped),
-            [*taped.arrays, *self.arrays],
-        )
+        program = self._replay_program(taped)
+        forward = program if updates_in(program.jaxpr.jaxpr) else None
+        if forward is not None:
+            with updated(True):
+                program = self._replay_program(taped)
         found: Replay = program.out[1].value
         taped.mark(found.reads)
         for n, dtype in found.narrowed:
@@ -621,7 +625,17 @@ class Call:
         lane = self._lane(program, found, None, count)
         if not isinstance(thread.run, JaxRun):
             note(label_of(self.label), lane.recompute, taped.arrays, inputs, self.options.policy, tags=False)
-        return found.shape.join(self._in_reverse(lambda: lane.alone(taped.arrays, inputs)))
+        if forward is None:
+            return found.shape.join(self._in_reverse(lambda: lane.alone(taped.arrays, inputs)))
+        outputs = forward.run(stop_gradients(forward.consts), stop_gradients([*taped.arrays, *self.arrays]))
+        return found.shape.join(self._in_reverse(lambda: lane(outputs, taped.arrays, inputs)))
+
+    def _replay_program(self, taped: Taped) -> Program:
+        return self._looking(
+            ("replay", taped.key, updated.value) if taped.key is not None else None,
+            functools.partial(_replayed_in, taped),
+            [*taped.arrays, *self.arrays],
+        )
 
     # ------------------------------------------------------------------- inside the recompute of another
 

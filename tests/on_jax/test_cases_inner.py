@@ -174,6 +174,32 @@ def test_one_value_under_three_names_and_as_an_output() -> None:
     both(layer, X)
 
 
+OUTSIDE: dict[str, Callable[..., Any]] = {
+    "jit": lambda f, x, k: jax.jit(f)(x, k),
+    "checkpoint": lambda f, x, k: jax.checkpoint(f)(x, k),
+    "cond": lambda f, x, k: lax.cond(x.sum() < 99, f, lambda x, k: x, x, k),
+    "scan": lambda f, x, k: lax.scan(lambda x, _: (f(x, k), None), x, None, length=2)[0],
+}
+
+
+@pytest.mark.parametrize("inner", OUTSIDE)
+@pytest.mark.parametrize("twice", [False, True], ids=["inside", "outside too"])
+def test_a_decision_of_the_layer_that_is_saved_inside(inner: str, twice: bool) -> None:  # R8
+    def program(router: Any, wrap: Any) -> Any:
+        def saves(x: Any, k: Any) -> Any:
+            return jnp.sin(x) * (k if wrap is bare else save_for_recompute(k)[0])
+
+        def layer(x: Any) -> Any:
+            k = router.decide(0, x)
+            if twice and wrap is not bare:
+                save_for_recompute(k, name="outside")
+            return OUTSIDE[inner](saves, x, k) * k
+
+        return jax.jit(gradient(wrap(layer)))(X)
+
+    decided_once(program, remat)
+
+
 @pytest.mark.parametrize(
     "constant",
     [lambda: jnp.ones(()), lambda: jnp.full((2,), 3.0), lambda: True],
@@ -305,6 +331,31 @@ def test_vmap_around_a_layer_whose_saves_are_not_all_batched(lane: Any) -> None:
     ]
     for form in forms:
         same(form(in_lane(lane)(layer)), form(layer))
+
+
+@jax.custom_vjp
+def doubled(x: Any, w: Any) -> Any:
+    return x @ w
+
+
+doubled.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, dot: (2 * dot @ kept[1].T, 2 * kept[0].T @ dot))
+
+
+def test_vmap_around_a_layer_with_a_rule_of_its_own_that_saves_floats() -> None:
+    def layer(w: Any, x: Any, cut: Any = lax.stop_gradient) -> Any:
+        (table,) = save_for_recompute(cut(jnp.sin(x) @ w))
+        return doubled(x, w) * table, w * 2
+
+    def batched(f: Any) -> Any:
+        return lambda w, xs: jax.vmap(f, (None, 0))(w, xs)
+
+    for way in WAYS.values():
+        same(
+            way(gradient(batched(remat(layer))))(W, jnp.stack([X, X * 2])),
+            gradient(batched(layer))(W, jnp.stack([X] * 2) * jnp.array([1, 2])[:, None, None]),
+        )
+        with pytest.raises(GradientError):
+            way(gradient(batched(remat(lambda w, x: layer(w, x, lambda table: table)))))(W, jnp.stack([X, X * 2]))
 
 
 @ways

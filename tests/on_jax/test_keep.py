@@ -304,6 +304,16 @@ def test_state_in_it_is_updated_once(how: Any) -> None:
     assert seen == [1]
 
 
+@pytest.mark.parametrize(("how", "wrap"), [(by_closure, "checkpoint"), (by_closure, "custom_vjp"), (keep, "stock")])
+def test_one_inside_the_other(how: Any, wrap: str) -> None:
+    def function(plain: Any, outer: Any) -> Any:
+        return lambda q, k, v: outer(lambda q, k, v: plain(attention, q, k, v) * plain(jnp.sin, q), q, k, v)
+
+    f, bare = layer(function(how, how), plainly), layer(function(plainly, plainly), plainly)
+    same(jax.jit(step(REMATS[wrap](f)))(W, X), jax.jit(step(bare))(W, X))
+    assert flops(step(REMATS[wrap](bare)), W, X) - flops(step(REMATS[wrap](f)), W, X) == ATTENTION
+
+
 def test_a_layer_inside_it_is_a_layer() -> None:
     same(step(remat(layer(remat(attention))))(W, X), step(layer(attention, plainly))(W, X))
 
