@@ -230,7 +230,8 @@ class JaxRun(Run):
             return leaf
         backend = backend_of(like)
         if not is_tracer(leaf):  # numpy's, or known to be the same in every call
-            return leaf if backend is None else backend.adopt(leaf, like)
+            with jax.ensure_compile_time_eval():
+                return leaf if backend is None else backend.adopt(leaf, like)
         if jnp.issubdtype(like.dtype, jnp.integer) and not _holds(like.dtype, leaf.dtype):
             self.narrowed.append((leaf, like.dtype))  # looked at where there are values
         return leaf.astype(like.dtype)

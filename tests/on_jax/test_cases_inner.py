@@ -200,6 +200,30 @@ def test_a_decision_of_the_layer_that_is_saved_inside(inner: str, twice: bool) -
     decided_once(program, remat)
 
 
+HANDING_OUT: dict[str, Callable[..., Any]] = {
+    "jit": lambda f, x: jax.jit(f)(x),
+    "cond": lambda f, x: lax.cond(x.sum() < 99, f, lambda x: (x, jnp.int32(0)), x),
+    "scan": lambda f, x: lax.scan(lambda x, _: f(x), x, None, length=1),
+    "vmap": lambda f, x: jax.vmap(f)(x[:1]),
+}
+
+
+@pytest.mark.parametrize("inner", HANDING_OUT)
+def test_a_decision_that_is_saved_inside_and_used_outside(inner: str) -> None:  # R8
+    def program(router: Any, wrap: Any) -> Any:
+        def decides(x: Any) -> Any:
+            k = router.decide(0, x)
+            return jnp.sin(x) * (k if wrap is bare else save_for_recompute(k)[0]), k
+
+        def layer(x: Any) -> Any:
+            y, k = HANDING_OUT[inner](decides, x)
+            return jnp.sin(y) * k.sum()
+
+        return jax.jit(gradient(wrap(layer)))(X)
+
+    decided_once(program, remat)
+
+
 @pytest.mark.parametrize(
     "constant",
     [lambda: jnp.ones(()), lambda: jnp.full((2,), 3.0), lambda: True],
