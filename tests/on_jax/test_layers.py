@@ -80,7 +80,7 @@ def test_aux_is_stacked_in_order_with_groups_too() -> None:
         (n,) = save_for_recompute(params["n"] + 0)
         return x + shift, n
 
-    for nested in (None, 3):
+    for nested in (None, 1, 3):
         last, order = remat_layers(layer, params, x, 2.0, nested=nested, has_aux=True)
         np.testing.assert_allclose(last, x + 2 * L, rtol=1e-6)
         np.testing.assert_array_equal(order, jnp.arange(L))
