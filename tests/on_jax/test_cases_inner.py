@@ -202,7 +202,7 @@ def test_a_decision_of_the_layer_that_is_saved_inside(inner: str, twice: bool) -
 
 HANDING_OUT: dict[str, Callable[..., Any]] = {
     "jit": lambda f, x: jax.jit(f)(x),
-    "cond": lambda f, x: lax.cond(x.sum() < 99, f, lambda x: (x, jnp.int32(0)), x),
+    "cond": lambda f, x: lax.cond(x.sum() < 99, f, lambda x: (x, jnp.float32(0)), x),
     "scan": lambda f, x: lax.scan(lambda x, _: f(x), x, None, length=1),
     "vmap": lambda f, x: jax.vmap(f)(x[:1]),
 }
@@ -212,7 +212,7 @@ HANDING_OUT: dict[str, Callable[..., Any]] = {
 def test_a_decision_that_is_saved_inside_and_used_outside(inner: str) -> None:  # R8
     def program(router: Any, wrap: Any) -> Any:
         def decides(x: Any) -> Any:
-            k = router.decide(0, x)
+            k = router.decide(0, x) * 0.5
             return jnp.sin(x) * (k if wrap is bare else save_for_recompute(k)[0]), k
 
         def layer(x: Any) -> Any:
