@@ -92,4 +92,4 @@ def measure(dtype: torch.dtype, tokens: int, folder: Path, rounds: int) -> Itera
 def rows(quick: bool) -> Iterator[Row]:
     for dtype in DTYPES[:1] if quick else DTYPES:
         with tempfile.TemporaryDirectory() as folder:
-            yield from measure(dtype, 1024 if quick else TOKENS, Path(folder), 2 if quick else 9)
+            yield from measure(dtype, 1024 if quick else TOKENS, Path(folder), 2 if quick else 15)

@@ -7,15 +7,17 @@ import errno
 import os
 import secrets
 import stat
+import threading
 from collections.abc import Iterator
 from io import FileIO
 
 from ._errors import TapeError, message
 
-__all__ = ["Path", "opened", "read_exactly", "replacing", "write_all"]
+__all__ = ["Path", "opened", "read_at", "read_exactly", "replacing", "write_all"]
 
 Path = str | os.PathLike[str]
 _PART = 1 << 30  # no system takes more than 2 GiB in one call
+_seeking = threading.Lock()
 
 
 def opened(path: Path) -> FileIO:
@@ -41,6 +43,18 @@ def read_exactly(file: FileIO, size: int) -> bytes:
         parts.append(file.read(min(missing, _PART)))
         missing -= len(parts[-1])
     return b"".join(parts)
+
+
+def read_at(file: FileIO, begin: int, size: int) -> bytes:
+    """`size` bytes from `begin` on; fewer only where the file ends. Several threads may do so at once."""
+    if not hasattr(os, "pread"):  # Windows
+        with _seeking:
+            file.seek(begin)
+            return read_exactly(file, size)
+    whole = os.pread(file.fileno(), min(size, _PART), begin)
+    while len(whole) < size and (more := os.pread(file.fileno(), min(size - len(whole), _PART), begin + len(whole))):
+        whole += more
+    return whole
 
 
 def write_all(file: FileIO, data: memoryview | bytes) -> None:

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ._backend import backend_of, expand, origin_of, to_host
 from ._errors import TapeError, message
-from ._files import Path, opened, read_exactly, replacing, write_all
+from ._files import Path, opened, read_at, replacing, write_all
 from ._host import DTYPES, HostArray, itemsize_of
 from ._safetensors import HEADER_LIMIT, FaultError, Held, parsed_json, read_header, table
 from ._slots import Place, spoken
@@ -46,8 +46,8 @@ __all__ = ["VERSION", "load", "save"]
 
 VERSION = "1"
 FORMAT = "roundpipe_tape"
-_CHECKING = 4  # threads: reading is faster than one of them
-_GROUP = 4 << 20  # bytes that are handed to a thread at a time: a checksum of less costs less than the handing over
+_READING = 4  # threads, which also take the checksums. Most of the time goes into new pages of memory
+_GROUP = 2 << 20  # bytes that are handed to a thread at a time: a checksum of less costs less than the handing over
 _UNKNOWN = "0" * 8
 
 
@@ -137,10 +137,11 @@ def save(tape: Tape, path: Path) -> None:
             for data in parts:
                 write_all(file, data)
             sums.update(zip((stored.name for stored in group), checksums.result(), strict=True))
+        head = _head(root, arrays, ordered, sums)
         if synced is not None:
             synced.result()
         file.seek(0)
-        write_all(file, _head(root, arrays, ordered, sums))
+        write_all(file, head)
 
 
 def _head(root: Any, arrays: list[_Stored], ordered: list[_Stored], sums: dict[str, str]) -> bytes:
@@ -344,28 +345,26 @@ _Read = Callable[[Held], bytes | memoryview]
 
 def _arrays(read: _Read, listed: list[_Listed], held: dict[str, Held]) -> list[Any]:
     """The arrays in the tape's order."""
-    whole: dict[str, bytes | memoryview] = {}
-    checked: list[tuple[list[_Listed], Future[list[str]]]] = []
-    with ThreadPoolExecutor(_CHECKING) as pool:
-        for group in _groups(sorted(listed, key=lambda entry: held[entry.name].begin)):
-            parts = [read(held[entry.name]) for entry in group]
-            whole.update(zip((entry.name for entry in group), parts, strict=True))
-            checked.append((group, pool.submit(_checksums, parts)))  # while the next ones are read
-        for group, checksums in checked:
-            for entry, checksum in zip(group, checksums.result(), strict=True):
-                if checksum != entry.crc32:
-                    raise FaultError(f"array {entry.name[:80]!r} is damaged: the checksum differs")
-    return [_array(entry, whole[entry.name]) for entry in listed]
+
+    def checked(group: list[_Listed]) -> list[Any]:
+        return [_checked(entry, read(held[entry.name])) for entry in group]
+
+    groups = list(_groups(sorted(listed, key=lambda entry: held[entry.name].begin)))
+    with ThreadPoolExecutor(_READING) as pool:
+        arrays = [array for group in pool.map(checked, groups) for array in group]
+    of = dict(zip((entry.name for group in groups for entry in group), arrays, strict=True))
+    return [of[entry.name] for entry in listed]
+
+
+def _checked(entry: _Listed, data: bytes | memoryview) -> Any:
+    if _crc32(data) != entry.crc32:
+        raise FaultError(f"array {entry.name[:80]!r} is damaged: the checksum differs")
+    return _array(entry, data)
 
 
 def _read(file: FileIO, begin: int) -> _Read:
     """Read the arrays, which begin at `begin`, into memory."""
-
-    def read(kept: Held) -> bytes:
-        file.seek(begin + kept.begin)
-        return _whole(read_exactly(file, kept.end - kept.begin), kept)
-
-    return read
+    return lambda kept: _whole(read_at(file, begin + kept.begin, kept.end - kept.begin), kept)
 
 
 def _mapped(file: FileIO, begin: int) -> _Read:

@@ -62,7 +62,7 @@ from ._runs import (
 )
 from ._staging import Program, Traces, hint, hinted, memory, stage
 from ._tags import lead_through_tags, updates_in
-from ._taped import Taped, reads, without_axes
+from ._taped import Reads, Taped, reads, without_axes
 from ._verify import verified
 
 __all__ = ["Call", "Mode", "Options", "Verify", "labelled"]
@@ -126,6 +126,14 @@ class Replay(Recompute):
         self.reads = reads(run.slot)
         numbers = {id(array): n for n, array in enumerate(saved)}
         self.narrowed = [(numbers[id(array)], dtype) for array, dtype in run.narrowed]
+
+
+class ReplayFailed(BaseException):
+    """A layer ended with an exception in the trace of a replay. What is around it may catch it, as it did before."""
+
+    def __init__(self, error: Exception, found: Reads) -> None:
+        super().__init__()
+        self.error, self.reads = error, found
 
 
 class Layer(NamedTuple):
@@ -209,18 +217,26 @@ class Layer(NamedTuple):
     def replayed_program(self, skeleton: Skeleton, saved: Sequence[Any], arrays: Sequence[Any]) -> Any:
         """To be traced: outputs, `Replay`."""
         tape = without_axes(skeleton.filled(saved, checked=True))
-        run = JaxRun(Phase.RECOMPUTE, TapedSlot(tape.root, tape), fresh=self.fresh, names=not is_remat3())
+        slot = TapedSlot(tape.root, tape)
+        run = JaxRun(Phase.RECOMPUTE, slot, fresh=self.fresh, names=not is_remat3())
         run.repeats = False
-        outputs, shape = split(execute(run, lambda: self.apply(arrays)))
+        try:
+            outputs, shape = split(execute(run, lambda: self.apply(arrays)))
+        except _LOOKED:
+            raise
+        except Exception as error:
+            raise ReplayFailed(error, reads(slot)) from error
         return outputs, Held(Replay(shape, run, saved))
 
-    def replayed_inside(self, taped: Taped, saved: Sequence[Any], arrays: Sequence[Any]) -> Any:
-        """The same where some of what is saved is to be taken apart by scans of the layer."""
-        stacked = {n: (saved[n], axes) for n, axes in enumerate(taped.axes) if axes}
+    def replayed_inside(
+        self, skeleton: Skeleton, axes: Sequence[int], saved: Sequence[Any], arrays: Sequence[Any]
+    ) -> Any:
+        """The same where some of what is saved is to be taken apart by scans of the layer, which stacked `axes`."""
+        stacked = {n: (saved[n], count) for n, count in enumerate(axes) if count}
 
         def with_items(*values: Any) -> Any:
-            handed = [item(array, axes, n) for n, (array, axes) in enumerate(zip(values, taped.axes, strict=False))]
-            return self.replayed_program(taped.skeleton, handed, values[len(handed) :])
+            handed = [item(array, count, n) for n, (array, count) in enumerate(zip(values, axes, strict=False))]
+            return self.replayed_program(skeleton, handed, values[len(handed) :])
 
         program = stage(with_items, [*saved, *arrays])
         results, _ = run_with(program.jaxpr, program.consts, [*saved, *arrays], self.label, stacked=stacked)
@@ -631,11 +647,16 @@ class Call:
         return found.shape.join(self._in_reverse(lambda: lane(outputs, taped.arrays, inputs)))
 
     def _replay_program(self, taped: Taped) -> Program:
-        return self._looking(
-            ("replay", taped.key, updated.value) if taped.key is not None else None,
-            functools.partial(_replayed_in, taped),
-            [*taped.arrays, *self.arrays],
-        )
+        try:
+            return self._looking(
+                ("replay", taped.key, updated.value) if taped.key is not None else None,
+                functools.partial(_replayed_in, taped.skeleton, taped.axes),
+                [*taped.arrays, *self.arrays],
+            )
+        except ReplayFailed as raised:
+            failed = raised
+        taped.mark(failed.reads)
+        raise failed.error  # and not above, where the user's error would get ours as its context
 
     # ------------------------------------------------------------------- inside the recompute of another
 
@@ -664,11 +685,11 @@ class Call:
         return program
 
 
-def _replayed_in(taped: Taped, layer: Layer, *values: Any) -> Any:
-    saved, arrays = values[: len(taped.axes)], values[len(taped.axes) :]
-    if any(taped.axes):
-        return layer.replayed_inside(taped, saved, arrays)
-    return layer.replayed_program(taped.skeleton, saved, arrays)
+def _replayed_in(skeleton: Skeleton, axes: Sequence[int], layer: Layer, *values: Any) -> Any:
+    saved, arrays = values[: len(axes)], values[len(axes) :]
+    if any(axes):
+        return layer.replayed_inside(skeleton, axes, saved, arrays)
+    return layer.replayed_program(skeleton, saved, arrays)
 
 
 def _held_weakly(call: Call, function: Callable[..., Any]) -> Callable[..., Any]:

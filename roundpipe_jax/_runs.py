@@ -39,6 +39,7 @@ from ._jax import (
 )
 from ._keep import keep
 from ._names import SAVED, UPDATE
+from ._sinks import sink
 
 __all__ = [
     "JaxRun",
@@ -286,6 +287,8 @@ class JaxRun(Run):
         if self.tags or self.names:
             for n in tracers:
                 leaves[n] = named(leaves[n], SAVED)
+                if self.tags and trace_state() != self.home:
+                    sink(leaves[n])
         if self.marks is not None:
             for n in tracers:
                 leaves[n] = self.marks.mark(leaves[n])

@@ -11,7 +11,7 @@ recompute needs no second decision. What an earlier attempt decided already stan
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from roundpipe_core._errors import MismatchError, message
 
 from ._jax import fresh_var, is_custom_vjp, named, replaced, scan_sizes, struct
 from ._names import SAVED, UPDATE
+from ._sinks import is_sink, without_sinks
 
 __all__ = ["calls_custom_vjp", "lead_through_tags", "name_of", "names_in", "subprograms", "updates_in"]
 
@@ -86,12 +87,40 @@ def lead_through_tags(closed: ClosedJaxpr, layer: str, decided: Mapping[str, Any
 
     Or reads the array in `decided`, under the name that leads to the tag, if the value was made before.
     """
+    closed = ClosedJaxpr(_without_sinks(closed.jaxpr), closed.consts)
     if SAVED not in names_in(closed.jaxpr):
         return closed
     rewriter = _Rewriter(layer, decided)
     jaxpr, _ = rewriter.program(closed.jaxpr, outermost=True)
     constvars = [*jaxpr.constvars, *rewriter.constants]
     return ClosedJaxpr(replaced(jaxpr, constvars=constvars), [*closed.consts, *rewriter.constants.values()])
+
+
+def _without_sinks(jaxpr: Jaxpr) -> Jaxpr:
+    effects = without_sinks(jaxpr.effects)
+    if effects == jaxpr.effects:
+        return jaxpr
+    eqns = [
+        replaced(eqn, params=_with_subprograms(eqn, _without_sinks), effects=without_sinks(eqn.effects))
+        for eqn in jaxpr.eqns
+        if not is_sink(eqn)
+    ]
+    return replaced(jaxpr, eqns=eqns, effects=effects)
+
+
+def _with_subprograms(eqn: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> dict[str, Any]:
+    """The parameters of an operation, its programs changed."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, ClosedJaxpr):
+            return ClosedJaxpr(change(value.jaxpr), value.consts)
+        if isinstance(value, Jaxpr):
+            return change(value)
+        if isinstance(value, (tuple, list)) and any(isinstance(v, (ClosedJaxpr, Jaxpr)) for v in value):
+            return type(value)(changed(v) for v in value)
+        return value
+
+    return {name: changed(value) for name, value in eqn.params.items()}
 
 
 class _Rewriter:
@@ -155,20 +184,12 @@ class _Rewriter:
     def _params(self, eqn: JaxprEqn) -> tuple[dict[str, Any], set[int]]:
         saved: set[int] = set()
 
-        def rewritten(value: Any) -> Any:
-            if isinstance(value, ClosedJaxpr):
-                jaxpr, inner = self.program(value.jaxpr)
-                saved.update(inner)
-                return ClosedJaxpr(jaxpr, value.consts)
-            if isinstance(value, Jaxpr):
-                jaxpr, inner = self.program(value)
-                saved.update(inner)
-                return jaxpr
-            if isinstance(value, (tuple, list)) and any(isinstance(v, (ClosedJaxpr, Jaxpr)) for v in value):
-                return type(value)(rewritten(v) for v in value)
-            return value
+        def rewritten(jaxpr: Jaxpr) -> Jaxpr:
+            new, inner = self.program(jaxpr)
+            saved.update(inner)
+            return new
 
-        return {name: rewritten(value) for name, value in eqn.params.items()}, saved
+        return _with_subprograms(eqn, rewritten), saved
 
     def _roots(self, eqns: Sequence[JaxprEqn]) -> dict[Var, list[JaxprEqn]]:
         made_by = {var: eqn for eqn in eqns for var in eqn.outvars}

@@ -39,7 +39,7 @@ from roundpipe_core import (
     replay,
     save_for_recompute,
 )
-from roundpipe_core._files import read_exactly, write_all
+from roundpipe_core._files import read_at, read_exactly, write_all
 from roundpipe_core._phase import Run, open_slot, thread
 from roundpipe_core._safetensors import HEADER_LIMIT, FaultError, parsed_json
 
@@ -1233,6 +1233,20 @@ def test_systems_that_give_a_file_in_parts(tmp_path: Path) -> None:
         assert read_exactly(file, 5) == b""
         file.seek(2)
         assert read_exactly(file, 7) == b"2345678"
+
+
+@pytest.mark.parametrize("system", ["posix", "windows"])
+def test_reading_from_a_place_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str) -> None:
+    (tmp_path / "whole").write_bytes(b"0123456789")
+    give = os.pread
+    if system == "windows":
+        monkeypatch.delattr(os, "pread")
+    else:
+        monkeypatch.setattr(os, "pread", lambda file, size, begin: give(file, min(size, 3), begin))
+    with FileIO(tmp_path / "whole") as file:
+        assert read_at(file, 2, 7) == b"2345678"
+        assert read_at(file, 6, 7) == b"6789"
+        assert read_at(file, 10, 1) == b""
 
 
 def test_a_stack_that_is_nearly_full() -> None:

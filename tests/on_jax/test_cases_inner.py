@@ -102,6 +102,32 @@ def test_a_decision_in_each_place(place: Any, way: str) -> None:  # R8
     decided_once(program, remat)
 
 
+def jitted_twice(save: Save, x: Any) -> Any:
+    return jax.jit(lambda x: jitted(save, x) * jnp.cos(x))(x)
+
+
+def of_two_derivatives(save: Save, x: Any) -> Any:
+    return jax.grad(lambda x: (switch(save, x) ** 3).sum())(x)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [scan, cond, switch, jitted, everything, jitted_twice, of_two_derivatives],
+    ids=lambda place: place.__name__,
+)
+def test_a_saved_value_used_under_its_old_name_in_what_the_layer_differentiates(place: Any) -> None:  # R8
+    """JAX takes it apart before the layer's program is whole, and drops what nobody reads."""
+
+    def program(router: Any, wrap: Any) -> Any:
+        def slope(x: Any) -> Any:
+            style = "plain" if wrap is bare else "seed"
+            return jax.grad(lambda x: (place(lambda site, c: router.saved(style, site, c), x) ** 2).sum())(x)
+
+        return jax.jit(gradient(wrap(slope)))(X)
+
+    decided_once(program, remat)
+
+
 @pytest.mark.parametrize("place", [scan, everything], ids=lambda place: place.__name__)
 def test_second_derivatives(place: Any) -> None:
     def save(n: Any, c: Any) -> Any:

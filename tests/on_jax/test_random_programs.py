@@ -281,7 +281,7 @@ def test_a_replay_decides_nothing(program: Any, lane: Any, jitted: bool) -> None
         second.router.counts.update(first.router.counts)  # deciding again gives something else
         got = wrap(replayed)(tape, X, W)
     except (OptionError, TapeError):
-        assert kinds(program) & TRACED
+        assert kinds(program) & TRACED or (jitted and "attempt" in kinds(program))
         return
     finally:
         check_phase()

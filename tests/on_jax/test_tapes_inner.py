@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -251,6 +252,24 @@ def test_a_region_that_fails_in_a_layer_that_is_traced(decide: Any) -> None:
     _, tape = run(X, W)
     idx = tape.entries()[0].value
     close(jax.jit(replaying(region))(X, MOVED, tape), jnp.sin(2 * given(X, MOVED[0], idx)).sum())
+
+
+@pytest.mark.parametrize("outer", [lambda f: f, remat], ids=["outermost", "inside"])
+def test_a_region_that_fails_in_a_replay_has_read_its_decisions(outer: Any) -> None:
+    def fails(x: Any) -> Any:
+        save_for_recompute(route(x))
+        raise ArithmeticError
+
+    def function(x: Any, w: Any) -> Any:
+        with contextlib.suppress(ArithmeticError):
+            remat(fails)(x)
+        return remat(layer)(x, w[0])
+
+    with record() as tape:
+        outer(function)(X, W)
+    idx = tape.entries()[1].value
+    for run in (replaying(outer(function)), jax.jit(replaying(outer(function)))):
+        close(run(X, MOVED, tape), jnp.sin(given(X, MOVED[0], idx)).sum())
 
 
 def test_the_replayed_scan_does_not_route() -> None:
