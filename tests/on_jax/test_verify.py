@@ -128,3 +128,20 @@ def test_a_recompute_of_another_form_is_told(what: str) -> None:
     asked: list[int] = []
     with pytest.raises(VerifyError, match=AGAIN[what]):
         jax.grad(lambda x: remat(layer, verify="raise", label="form")(x)["y"].sum())(X)
+
+
+def test_what_another_layer_with_the_same_code_needed_does_not_turn_it_off() -> None:
+    rng = np.random.default_rng(0)
+
+    def make(inside: bool) -> Any:
+        def layer(x: Any) -> Any:
+            if inside:
+                x = jax.vmap(lambda row: row * (save_for_recompute(jnp.argmax(row))[0] + 1))(x)
+            return jnp.where(rng.random(x.shape) > 0.5, jnp.sin(x), 0.0)
+
+        return layer
+
+    for _ in range(2):
+        jax.grad(lambda x: remat(make(True))(x).sum())(X)
+        with pytest.warns(VerifyWarning, match="output 0"):
+            jax.grad(lambda x: remat(make(False), verify="warn")(x).sum())(X)
