@@ -11,7 +11,7 @@ from typing import Any
 from ._backend import backend_of, compare, to_host
 from ._host import HostArray, integers_of, itemsize_of, kind_of
 from ._slots import Key
-from ._tape import ONCE, Decision, Region, Tape
+from ._tape import ONCE, Decision, Region, Tape, described
 from ._trees import paths
 
 __all__ = ["Difference", "TapeDiff", "diff"]
@@ -215,7 +215,10 @@ def _leaf(mine: Any, yours: Any) -> tuple[int, dict[str, Any]]:
         return 1, _found([0] if compare("", "", None, mine, yours) else [], [])
     if backend_of(mine) is None or backend_of(yours) is None:
         return 0, {"fault": f"{type(mine).__name__} and {type(yours).__name__}"}
-    one, other = to_host(mine), to_host(yours)
+    try:
+        one, other = to_host(mine), to_host(yours)
+    except (TypeError, ValueError):
+        return _without_bytes(mine, yours)
     if kind_of(one.dtype) != kind_of(other.dtype):
         return 0, {"fault": f"{one.dtype} and {other.dtype}"}
     if one.shape != other.shape:
@@ -230,6 +233,17 @@ def _leaf(mine: Any, yours: Any) -> tuple[int, dict[str, Any]]:
         same = kind_of(one.dtype) == "integer" and sorted(held) == sorted(instead)
         (reordered if same else flipped).append(row)
     return rows, _found(flipped, reordered)
+
+
+def _without_bytes(mine: Any, yours: Any) -> tuple[int, dict[str, Any]]:
+    """The same for arrays that only their framework can read, such as texts."""
+    backend = backend_of(mine)
+    if backend is None or not backend.owns(yours):
+        return 0, {"fault": f"{described(mine)[0]} and {described(yours)[0]}"}
+    flip = compare("", "", backend, mine, yours)
+    if flip is None:
+        return 0, {}
+    return flip.total, {"fault": f"{flip.rows} of {flip.total} rows of {described(mine)[0]}"}
 
 
 def _found(flipped: list[int], reordered: list[int]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 from ._backend import outside_keeps, outside_saves, without_gradient
@@ -58,21 +58,31 @@ class Phase(enum.Enum):
 
 
 class Run:
-    """One execution of a region. Frontends derive from it."""
+    """One execution of a region. Frontends derive from it.
 
-    __slots__ = ("_counts", "_seen", "_uncertain", "flips", "phase", "repeats", "scope", "slot", "taken", "watch")
+    One is made for each call, so what most of them never use stands in the class.
+    """
+
+    scope: tuple[str, ...] = ()
+    watch: Any = None
+    """What a frontend notes of decisions that it makes this run keep."""
+    _uncertain: Set[Any] = frozenset()
+    _taken: Taken | None = None
 
     def __init__(self, phase: Phase, slot: Slot) -> None:
         self.phase = phase
         self.repeats = phase in (Phase.RECOMPUTE, Phase.AUDIT)  # the same code ran before; a replay's forward does not
         self.slot = slot
-        self.scope: tuple[str, ...] = ()
         self.flips: list[Flip] = []  # found by an audit
         self._counts: dict[Any, int] = {}  # how often each scope, inner region and once-call was met
         self._seen: set[Key] = set()  # entries read by this run
-        self._uncertain: set[Any] = set()
-        self.watch: Any = None  # what a frontend notes of decisions that it makes this run keep
-        self.taken = Taken()  # the regions of a tape that this run has replayed
+
+    @property
+    def taken(self) -> Taken:
+        """The regions of a tape that this run has replayed."""
+        if self._taken is None:
+            self._taken = Taken()
+        return self._taken
 
     # What a frontend may know better
 
@@ -187,7 +197,7 @@ class Run:
 
     def skip(self, met: dict[Any, int], taken: set[Slot]) -> None:
         """Count what the forward met in a part that this run leaves out, and the regions of a tape that it took."""
-        self.taken |= taken
+        self.taken.update(taken)
         for key, times in met.items():
             self._counts[key] = self._counts.get(key, 0) + times
 

@@ -38,6 +38,8 @@ from ._tape import (
     Tape,
     check_range,
     described,
+    no_decision,
+    number_of_experts,
     portable,
     refuse_outside,
     taken_from,
@@ -56,8 +58,6 @@ _block: contextvars.ContextVar[TapeRun | None] = contextvars.ContextVar("block",
 
 class TapeRun(Run):
     """A recording or a replay. Saved outside of regions, data is kept in order: each save is the next."""
-
-    __slots__ = ("guards", "spans_tasks")
 
     def __init__(self, phase: Phase, slot: Slot) -> None:
         super().__init__(phase, slot)
@@ -262,6 +262,7 @@ class replay(_Block):  # noqa: N801 - used like a function
     Raises:
         TapeError: the tape does not fit: a decision is missing or left over, has another structure, shape or kind of
             dtype, is out of range, or was made for another number of rows.
+        OptionError: `below` is no integer of at least 1, or `tape` is no Tape.
         PhaseError: begun inside a checkpointed layer, a recording or a replay.
 
     Implements R13.
@@ -279,15 +280,21 @@ class replay(_Block):  # noqa: N801 - used like a function
                     "make one by `with record() as tape:`, Tape.load(path) or Tape.from_routing(routing).",
                 )
             )
-        self._tape, self._below = tape, below
+        self._tape = tape
+        self._below = _limits(below)
 
     def __enter__(self) -> Tape:
         _refuse_inside("replay")
+        names = {decision.key[1] or "" for _, _, decision in self._tape.decisions()}
+        for name in self._below.keys() - {None, *names}:
+            raise no_decision(self._tape, name, None)
         for layer, _, decision in self._tape.decisions():
             check_range(layer, decision)
             if decision.below is not None and not decision.checked:
                 raise unseen(layer, decision, decision.below)
-            _check_below(layer, decision, self._below)
+            limit = self._below.get(decision.key[1] or "", self._below.get(None))
+            if limit is not None:
+                _check_below(layer, decision, limit)
         slot = TapedSlot(self._tape.root, self._tape)
         return self._begin(self._tape, Phase.RECOMPUTE, slot, self._tape.split()[0])
 
@@ -317,10 +324,14 @@ def _refuse_inside(name: str) -> None:
     )
 
 
-def _check_below(layer: str, decision: Decision, below: int | dict[str, int] | None) -> None:
-    limit = below.get(decision.key[1] or "") if isinstance(below, dict) else below
-    if limit is None:
-        return
+def _limits(below: int | dict[str, int] | None) -> dict[str | None, int]:
+    """The numbers of experts by the name of the save; None for all names."""
+    if isinstance(below, dict):
+        return {name: number_of_experts("below", limit) for name, limit in below.items()}
+    return {} if below is None else {None: number_of_experts("below", below)}
+
+
+def _check_below(layer: str, decision: Decision, limit: int) -> None:
     known = refuse_outside(layer, decision, limit)
     vouched = decision.checked and decision.below is not None and decision.below <= limit
     if not known and not vouched:

@@ -16,7 +16,7 @@ from ._errors import OptionError, TapeError, message
 from ._host import HostArray, integers_of, itemsize_of, kind_of
 from ._replay import numbered
 from ._slots import row_counts, spoken
-from ._tape import AUTO, ONCE, OUTSIDE, Decision, Region, Tape, integer_extremes
+from ._tape import AUTO, ONCE, OUTSIDE, Decision, Region, Tape, integer_extremes, number_of_experts
 from ._trees import flatten, paths
 
 __all__ = ["from_routing", "to_routing"]
@@ -39,8 +39,7 @@ def from_routing(
     regions: bool,
 ) -> Tape:
     """See `Tape.from_routing`."""
-    if type(experts) is not int or experts < 1:
-        raise OptionError(message(f"experts={experts!r} is no number of experts.", [], "give how many there are."))
+    experts = number_of_experts("experts", experts)
     lengths, whole = _tokens(routing)
     lead, count_L, tail = _axes(whole, lengths)
     if layers is not None and len(layers) != count_L:

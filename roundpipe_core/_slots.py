@@ -54,21 +54,21 @@ class Entry:
 
     __slots__ = ("axes", "backends", "counts", "leaves", "offload", "place", "spec", "state")
 
-    def __init__(self, layer: str, key: Key, data: Any, place: Place) -> None:
+    def __init__(self, label: Any, key: Key, data: Any, place: Place) -> None:
         leaves: list[Any] = []
         try:
             self.spec: Spec = flatten(data, leaves, expand)
         except RecursionError:
             raise SlotError(
                 message(
-                    f"layer {layer!r}, {spoken(key)}: the data contains itself, or is nested too deep.",
+                    f"layer {label_of(label)!r}, {spoken(key)}: the data contains itself, or is nested too deep.",
                     [("saved at", where(place))],
                     "save the parts that the recompute needs, not the object that links them.",
                 )
             ) from None
         self.place = place
         self.backends: list[Backend | None] = [backend_of(leaf) for leaf in leaves]
-        self._refuse_gradient(layer, key, leaves)
+        self._refuse_gradient(label, key, leaves)
         self.leaves: list[Any] = [
             leaf if backend is None else backend.snapshot(leaf)
             for backend, leaf in zip(self.backends, leaves, strict=True)
@@ -117,13 +117,13 @@ class Entry:
             if flip:
                 yield flip
 
-    def _refuse_gradient(self, layer: str, key: Key, leaves: list[Any]) -> None:  # R5
+    def _refuse_gradient(self, label: Any, key: Key, leaves: list[Any]) -> None:  # R5
         for n, (backend, leaf) in enumerate(zip(self.backends, leaves, strict=True)):
             fault = backend and backend.gradient_fault(leaf)
             if fault:
                 raise GradientError(
                     message(
-                        f"layer {layer!r}, {spoken(key)}: data{list(paths(self.spec))[n]} {fault[0]}; "
+                        f"layer {label_of(label)!r}, {spoken(key)}: data{list(paths(self.spec))[n]} {fault[0]}; "
                         "a slot would cut its gradient.",
                         [("saved at", where(self.place))],
                         fault[1],
@@ -192,7 +192,7 @@ class Slot:
                     ', or mark the parts of the layer by `with layer_scope("..."):`.',
                 )
             )
-        entry = self.entries[key] = Entry(self.label, key, data, place)
+        entry = self.entries[key] = Entry(self._label, key, data, place)
         return entry
 
     def read(self, key: Key, place: Place) -> Entry:

@@ -7,6 +7,7 @@ saved. It shares the arrays of the slots it was recorded from, and copies nothin
 from __future__ import annotations
 
 import json
+import operator
 import os
 import types
 from collections import Counter
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ._backend import backend_of
-from ._errors import TapeError, message
+from ._errors import OptionError, TapeError, message
 from ._host import kind_of
 from ._slots import Entry, Key, Place, Slot, spoken
 from ._trees import Node, Spec, paths
@@ -150,7 +151,9 @@ class Tape:
 
         Raises:
             TapeError: an index is out of range, with its place; or nothing has that name and layer.
+            OptionError: `below` is no integer of at least 1.
         """
+        below = number_of_experts("below", below)
         found = False
         for path, _, decision in self.decisions():
             if name in (None, decision.key[1]) and layer in (None, path, path.rpartition("/")[2]):
@@ -160,13 +163,7 @@ class Tape:
                     raise unseen(path, decision, below)
                 decision.below = below
         if not found:
-            raise TapeError(
-                message(
-                    f"the tape has no decision {f'named {name!r}' if name else 'at all'} in {layer or 'any layer'}.",
-                    [("it has", ", ".join(sorted({f"{p}: {spoken(d.key)}" for p, _, d in self.decisions()})[:8]))],
-                    "name one that it has; tape.entries() lists them.",
-                )
-            )
+            raise no_decision(self, name, layer)
         return self
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -463,6 +460,28 @@ def described(leaf: Any) -> tuple[str, tuple[int, ...]]:
     """Dtype and shape of an array; the type of anything else."""
     backend = backend_of(leaf)
     return (type(leaf).__name__, ()) if backend is None else backend.described(leaf)
+
+
+def no_decision(tape: Tape, name: str | None, layer: str | None) -> TapeError:
+    """A range was given for what the tape does not have."""
+    return TapeError(
+        message(
+            f"the tape has no decision {f'named {name!r}' if name else 'at all'} in {layer or 'any layer'}.",
+            [("it has", ", ".join(sorted({f"{path}: {spoken(d.key)}" for path, _, d in tape.decisions()})[:8]))],
+            "name one that it has; tape.entries() lists them.",
+        )
+    )
+
+
+def number_of_experts(option: str, given: Any) -> int:
+    """What was `given` for `option`, an integer of Python, numpy or a framework."""
+    try:
+        number = operator.index(given)
+    except TypeError:
+        number = 0
+    if isinstance(given, bool) or number < 1:
+        raise OptionError(message(f"{option}={given!r} is no number of experts.", [], "give how many there are."))
+    return number
 
 
 def check_range(layer: str, decision: Decision) -> None:

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["LEAF", "Expand", "Node", "Spec", "flatten", "paths", "unflatten"]
+__all__ = ["LEAF", "Expand", "Node", "Spec", "flatten", "paths", "register_leaf", "unflatten"]
 
 Expand = Callable[[Any], "tuple[Sequence[Any], Callable[[list[Any]], Any]] | None"]
 """Opens a container that only a frontend knows: its children and how to build it again, or None."""
@@ -39,12 +39,18 @@ class _Leaf:
 LEAF = _Leaf()
 Spec = Node | _Leaf
 
-_ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None)})
+_leaf_types: set[type] = {int, float, bool, str, bytes, complex, type(None)}
+"""Known not to be containers, without a look at what they derive from."""
+
+
+def register_leaf(kind: type) -> None:
+    """Make known that a value of just this type, an array of a frontend, is a leaf."""
+    _leaf_types.add(kind)
 
 
 def flatten(value: Any, leaves: list[Any], expand: Expand | None = None) -> Spec:
     """Append the leaves of `value` to `leaves`, in order, and return its spec."""
-    if type(value) in _ATOMS:
+    if type(value) in _leaf_types:
         leaves.append(value)
         return LEAF
     opened = _open(value, expand)

@@ -16,7 +16,7 @@ from roundpipe_core import Tape, replay
 from roundpipe_core._backend import backend_of, expand, numpys, origin_of, register_backend, to_host
 from roundpipe_core._host import HostArray
 from roundpipe_core._replay import TapedSlot
-from roundpipe_core._trees import flatten, unflatten
+from roundpipe_core._trees import flatten, register_leaf, unflatten
 
 __all__ = ["TorchBackend", "adopted", "without_gradient"]
 
@@ -246,3 +246,5 @@ def differing_rows(
 
 
 register_backend(TorchBackend())
+register_leaf(torch.Tensor)
+register_leaf(torch.nn.Parameter)

@@ -7,7 +7,7 @@ So whoever runs a region looks once more where anything was raised.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,15 +27,19 @@ _OURS = __name__.partition(".")[0]
 class Before:
     """The run, the hooks for saved tensors and the visit of this thread; for a recompute random numbers and buffers."""
 
-    __slots__ = ("_buffers", "_generators", "_hooks", "_inside", "_replaced", "_run", "numbers")
+    _generators: Generators | None = None
+    _buffers: Buffers | None = None
+    _replaced = 0
+    numbers: Sequence[torch.Tensor] = ()
 
     def __init__(self, generators: Generators | None = None, buffers: Buffers | None = None) -> None:
         self._run = thread.run
         self._inside = Visit.inside()
         self._hooks = _innermost(False)
-        self._generators, self._buffers = generators, buffers
-        self.numbers = generators.now() if generators else []
-        self._replaced = len(buffers.replaced) if buffers is not None else 0
+        if generators is not None:
+            self._generators, self.numbers = generators, generators.now()
+        if buffers is not None:
+            self._buffers, self._replaced = buffers, len(buffers.replaced)
 
     def restore(self) -> None:
         """Leave it so. What a layer itself has changed is the layer's affair."""

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.jit import ScriptModule
 from torch.nn.modules.batchnorm import _NormBase
 
 from roundpipe_core import MutationError
@@ -29,7 +30,7 @@ from roundpipe_core._slots import Slot
 from roundpipe_core._trees import flatten
 
 from ._errors import buffer_changed, buffer_unknown
-from ._state import Watch, modules_of
+from ._state import DrawWatch, Watch, modules_of
 from ._views import version_of
 
 __all__ = ["Buffers", "Moved", "copies", "not_misled"]
@@ -169,7 +170,8 @@ class Buffers:
     @classmethod
     def of(cls, function: Any, arguments: Iterable[Any]) -> Buffers | None:
         """Those of the modules that a call can reach; None if there are none."""
-        watched = [_Buffer(*found) for found in _found(function, arguments)]
+        modules = [*modules_of(function, arguments)]
+        watched = [_Buffer(*found) for found in _found(modules)] if modules else None
         return cls(watched) if watched else None
 
     def settle(self, told: bool) -> None:
@@ -305,31 +307,33 @@ def copies(buffers: Buffers | None, slot: Slot, told: bool) -> contextlib.Abstra
     return _NO_CONTEXT if buffers is None else buffers.copies(slot.label, told)
 
 
-def not_misled(buffers: Buffers | None, recompute: Callable[[], T]) -> T:
-    """`recompute()`, a second time if it was for the first that a buffer was seen to change."""
+def not_misled(buffers: Buffers | None, recompute: Callable[[DrawWatch | None], T], watch: DrawWatch | None) -> T:
+    """`recompute(watch)`, a second time if it was for the first that a buffer was seen to change."""
     try:
-        result = recompute()
+        result = recompute(watch)
     except Exception:
         if buffers is None or not buffers.misled:
             raise
     else:
         if buffers is None or not buffers.misled:
             return result
-    return recompute()
+    return recompute(watch)
 
 
-def _found(function: Any, arguments: Iterable[Any]) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
-    waiting: list[torch.nn.Module | None] = list(modules_of(function, arguments))
+def _found(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
+    waiting: list[torch.nn.Module | None] = [*modules]
     seen = set()
     while waiting:
         module = waiting.pop()
         if module is None or id(module) in seen:
             continue
         seen.add(id(module))
-        if isinstance(module, torch.jit.ScriptModule):  # its buffers cannot be swapped
+        if isinstance(module, ScriptModule):  # its buffers cannot be swapped
             continue
-        waiting += module._modules.values()
-        for name, buffer in module._buffers.items():
+        children, buffers = module._modules, module._buffers
+        if children:
+            waiting += children.values()
+        for name, buffer in buffers.items() if buffers else ():
             if buffer is None or buffer.requires_grad:  # one that carries gradient is part of the graph, not state
                 continue
             if isinstance(module, _NormBase) or not torch.nn.parameter.is_lazy(buffer):

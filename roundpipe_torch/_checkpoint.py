@@ -32,7 +32,7 @@ from ._state import Generators, generators_of
 __all__ = ["checkpoint", "checkpoint_sequential", "options_from", "recompute_contexts", "run_region"]
 
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-_PLAIN = Options()
+_PLAIN, _WITHOUT_RNG = Options(), Options(preserve_rng_state=False)
 _TO_HOST = Offload()
 
 
@@ -91,11 +91,12 @@ def checkpoint(
         context_fn is torch_checkpoint.noop_context_fn
         and determinism_check == "default"
         and early_stop
-        and preserve_rng_state
         and not debug
-        and _overrides() == (None, None)
+        and torch_checkpoint._enable_checkpoint_early_stop is None
+        and torch_checkpoint._checkpoint_debug_enabled is None
     ):
-        return run_region(function, args, kwargs, _PLAIN, bool(use_reentrant))
+        options = _PLAIN if preserve_rng_state else _WITHOUT_RNG
+        return run_region(function, args, kwargs, options, bool(use_reentrant))
     options = options_from(
         function,
         context_fn=context_fn,
@@ -169,7 +170,8 @@ def run_region(
     if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
         return function(*args, **kwargs)  # an exported or traced program has the layer alone
     phase, slot = open_slot(options.label or function)
-    function = watching(function, options.auto, outer)
+    if outer is not None or options.auto is not None:
+        function = watching(function, options.auto, outer)
     if slot.rows is not None:
         line_up(slot, args, kwargs)
     before = Before()

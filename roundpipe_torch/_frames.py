@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
-from collections.abc import Callable
+from _thread import RLock
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from roundpipe_core import RoundPipeError, SlotError
 from roundpipe_core._backend import expand
@@ -39,7 +39,7 @@ from ._errors import (
     started_inside,
     tensor_changed,
 )
-from ._hooks import Hooked, Resting, left_since, now
+from ._hooks import Hooked, Resting, left_since, now, take_off
 from ._inputs import Inputs
 from ._keep import forget_with
 from ._matching import Leaf, Pairs, Trace, cheap_tail, match, match_aligned, node_count, node_names, region_codes
@@ -55,6 +55,7 @@ __all__ = ["Frame", "Options"]
 
 _NO_CONTEXT = contextlib.nullcontext()
 _NOTHING = object()
+_Attempt = Callable[["DrawWatch | None"], "tuple[_Recompute, bool]"]
 
 
 class Options(NamedTuple):
@@ -69,10 +70,6 @@ class Options(NamedTuple):
     verify: str = "off"
     auto: Decisions | None = None
     offload: Offload | None = None
-
-    def context(self, recompute: int) -> AbstractContextManager[Any]:
-        """The user's context for a run."""
-        return _NO_CONTEXT if self.contexts is None else self.contexts[recompute]
 
 
 class Holder:
@@ -108,95 +105,104 @@ class _Stop(BaseException):
 
 
 class Frame:
-    """One call of a region."""
+    """One call of a region. What most of them never look at stands in the class."""
 
-    __slots__ = (
-        "__weakref__", "_ambient", "_arrived", "_buffers", "_crowded", "_function", "_generators", "_hooked", "_inputs",
-        "_located", "_lock", "_needed", "_options", "_outputs", "_parcel", "_plan", "_vain", "_verified",
-        "_witnesses", "returned", "runs_out", "slot", "stop_at", "talks", "trace",
-    )  # fmt: skip
+    _needed: Sequence[int] = ()
+    _outputs: Any = None
+    _crowded = False
+    _arrived = -1
+    """The last backward that recomputed this."""
+    _vain: tuple[list[int], Trace] | None = None
+    """Packs that this recompute had no partner for."""
+    talks = False
+    """To other ranks."""
+    returned = False
+    stop_at = -1
+    runs_out = False
+    """A recompute that could stop goes on to the layer's end, which is near."""
 
     def __init__(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], slot: Slot, options: Options
     ) -> None:
         self._function = function
         self._options = options
-        self._plan = options.offload
-        self._parcel = None if self._plan is None else Parcel(self._plan)
-        with _NO_CONTEXT if self._parcel is None or isinstance(thread.run, TorchRun) else self._parcel.inputs():
-            self._inputs = Inputs(args, kwargs)
         self.slot = slot
+        outer = thread.run
+        self._parcel = None if options.offload is None else Parcel(options.offload)
+        if self._parcel is None:
+            self._inputs = Inputs(args, kwargs)
+        else:
+            with _NO_CONTEXT if isinstance(outer, TorchRun) else self._parcel.inputs():
+                self._inputs = Inputs(args, kwargs)
         values = (*args, *kwargs.values())
         self._generators = Generators(generators_of(function, values)) if options.preserve_rng_state else None
+        self._buffers = Buffers.of(function, () if self._inputs.plain else values)
         self._ambient = Ambient()
-        self._buffers = Buffers.of(function, values)
-        self._lock = threading.RLock()
-        self._needed: list[int] = []
-        self._outputs: Any = None
+        self._lock = RLock()
+        self._hooked: Sequence[Hooked] = ()  # tensors from before it that the forward has put hooks on
         self._verified = options.verify == "off" or isinstance(slot, TapedSlot)  # a replay repeats nothing
-        self._crowded = False
-        self._witnesses: tuple[Trace, ...] = ()
-        self._arrived = -1  # the last backward that recomputed this
-        self._hooked: list[Hooked] = []  # tensors from before it that the forward has put hooks on
-        self._vain: tuple[list[int], Trace] | None = None  # packs that this recompute had no partner for
-        self.talks = False  # to other ranks
-        self.returned = False
-        self.stop_at = -1
-        self.runs_out = False  # a recompute that could stop goes on to the layer's end, which is near
-        self._located = is_told(thread.run)
+        self._located = outer is not None and is_told(outer)
         self.trace = Trace(options.debug, self._located)
 
     def forward(self, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the region for the first time."""
         outer = thread.run
         run = TorchRun(phase, self.slot, self.trace, self._generators, outer)
-        run.observe(self._buffers)
-        self._witnesses = run.witnesses
+        if self._buffers is not None:
+            run.observe(self._buffers)
         if self._parcel is not None:
-            run.plan, run.parcel = self._plan, self._parcel
-        visit = Visit(self._generators)
+            run.plan, run.parcel = self._options.offload, self._parcel
+        visit = Visit() if self._generators else None
         first, before, mark = node_count(), collectives(), now()
+        pack = partial(self._pack_seen, run.witnesses) if run.witnesses else self._pack
         outputs: Any = _NOTHING
         try:
-            with self._options.context(0), saved_tensors_hooks(self._pack, _unpack):
-                try:
-                    thread.run = run
-                    outputs = self._function(*args, **kwargs)
-                finally:
-                    thread.run = outer
+            if self._options.contexts is None:
+                outputs = _call(run, pack, _unpack, self._function, args, kwargs)
+            else:
+                with self._options.contexts[0]:
+                    outputs = _call(run, pack, _unpack, self._function, args, kwargs)
         except Exception as error:
             tell_rank(error, self.slot.label)
             raise
         finally:
-            self._crowded = visit.end()
+            self._crowded = visit is not None and visit.end()
         if self._buffers is not None:
             self._buffers.settle(self.trace.told_at >= 0)
         if self._generators and self._generators.missed():
             raise started_inside(self.slot.label)
         if outputs is _NOTHING:
             raise context_swallowed(self.slot.label)
-        self._hooked = run.hooked + left_since(mark, self._function, args, kwargs)
+        if run.hooked or now() != mark:
+            self._hooked = [*run.hooked, *left_since(mark, self._function, args, kwargs)]
         self._parcel = run.parcel
-        if self.slot.rows is not None and not isinstance(outer, TorchRun):
+        outermost = not isinstance(outer, TorchRun)
+        if outermost and self.slot.rows is not None:
             forget_with(self, self.slot)
-        self._needed = self.trace.alive()
+        needed = self._needed = self.trace.alive()
         self.talks = collectives() != before
         if self.talks:
             recompute_on_arrival(self, outputs, first)
-        elif self._options.early_stop and self._verified and self._needed:
-            self.stop_at = self._needed[-1]
-            self.runs_out = cheap_tail(outputs, self.trace.numbers[self.stop_at])
+        elif needed and self._options.early_stop and self._verified:
+            stop_at = self.stop_at = needed[-1]
+            self.runs_out = cheap_tail(outputs, self.trace.number(stop_at))
         if not self._verified and phase is Phase.FORWARD:
             self._outputs = Audit.copy(outputs)
         self.returned = True
-        if not isinstance(outer, TorchRun):
+        if outermost:
             held(self.slot, args, kwargs, self._parcel)
         return outputs
 
     def _pack(self, tensor: torch.Tensor) -> Holder:
-        holder = Holder(self, len(self.trace.packs))
-        self.trace.add(holder, tensor)
-        for trace in self._witnesses:
+        trace = self.trace
+        n = len(trace.packs)
+        holder = Holder(self, n)
+        trace.add(n, holder, tensor)
+        return holder
+
+    def _pack_seen(self, witnesses: tuple[Trace, ...], tensor: torch.Tensor) -> Holder:
+        holder = self._pack(tensor)
+        for trace in witnesses:
             trace.witness(tensor)
         return holder
 
@@ -238,20 +244,13 @@ class Frame:
 
     def _recompute(self, asked: Holder | None) -> _Recompute:
         before = Before(self._generators, self._buffers)
-
-        def attempt(watch: DrawWatch | None) -> tuple[_Recompute, bool]:
-            if watch is not None or self._buffers is not None:  # else there was no attempt before this one,
-                self._empty()  # and what it found may not stand where this one finds nothing
-            recompute = _Recompute(self, asked)
-            return recompute, recompute.run(watch, before.numbers)
-
-        def led(watch: DrawWatch | None) -> tuple[_Recompute, bool]:
-            return not_misled(self._buffers, lambda: attempt(watch))
-
+        attempt: _Attempt = partial(self._attempt, asked, before.numbers)
+        if self._buffers is not None:
+            attempt = partial(not_misled, self._buffers, attempt)
         if self.talks:
             self._arrived, self._vain = torch._C._current_graph_task_id(), None
         try:
-            recompute, drew = replayed(attempt if self._buffers is None else led, self._crowded)
+            recompute, drew = replayed(attempt, self._generators, self._crowded)
             if drew:
                 raise drawn_in_a_crowd(self.slot.label)
             if recompute.relaid >= 0 and recompute.drew:
@@ -264,6 +263,15 @@ class Frame:
             self._vain = lacking, recompute.trace
         return recompute
 
+    def _attempt(
+        self, asked: Holder | None, numbers: Sequence[torch.Tensor], watch: DrawWatch | None
+    ) -> tuple[_Recompute, bool]:
+        """A recompute, and whether another thread was inside a region meanwhile."""
+        if watch is not None or self._buffers is not None:  # else there was no attempt before this one,
+            self._empty()  # and what it found may not stand where this one finds nothing
+        recompute = _Recompute(self, asked)
+        return recompute, recompute.run(watch, numbers)
+
     def _empty(self) -> None:
         """Let the holders have no value."""
         for ref in self.trace.refs:
@@ -273,12 +281,16 @@ class Frame:
 
     def fill(self, pairs: Pairs, recompute: Trace) -> None:
         """Give the holders still alive the values of their partners."""
+        forward = self.trace
+        weights, again = forward.leaves, recompute.leaves
+        laid = forward.layouts or recompute.layouts
         for ours, theirs in pairs.items():
-            holder, partner = self.trace.refs[ours](), recompute.refs[theirs]()
+            holder, partner = forward.refs[ours](), recompute.refs[theirs]()
             if holder is not None and partner is not None:
                 holder.value, holder.version = partner.value, partner.version
-                holder.doubt = self._leaf_fault(ours, recompute.leaves.get(theirs), partner.value)
-                if self.trace.layouts.get(ours) != recompute.layouts.get(theirs):
+                then, now = weights.get(ours), again.get(theirs)
+                holder.doubt = None if then == now else self._leaf_fault(ours, then, now, partner.value)
+                if laid and forward.layouts.get(ours) != recompute.layouts.get(theirs):
                     partner.recompute.relaid = ours
 
     def guess(self, guesses: Pairs, recompute: Trace, outputs: Any) -> None:
@@ -290,35 +302,32 @@ class Frame:
         for ours, theirs in guesses.items():
             holder = self.trace.refs[ours]()
             if holder is not None and holder.doubt is None:
-                holder.doubt = names.get(recompute.numbers[theirs], "nothing that is returned")
+                holder.doubt = names.get(recompute.number(theirs), "nothing that is returned")
 
-    def _leaf_fault(self, ours: int, again: Leaf | None, value: torch.Tensor) -> RoundPipeError | None:
+    def _leaf_fault(self, ours: int, then: Leaf | None, now: Leaf | None, value: torch.Tensor) -> RoundPipeError | None:
         """What speaks against a weight: that it is not the forward's, or not as the forward had it."""
-        before = self.trace.leaves.get(ours)
-        if before is None or again is None:
+        before, again = then and then[2](), now and now[2]()
+        if before is None or again is None:  # hooks around the region may give copies of its inputs
             return None
-        then, now = before.tensor(), again.tensor()
-        if then is now:
-            return tensor_changed(self.slot.label, value) if before.version != again.version else None
-        if then is None or now is None:  # hooks around the region may give copies of its inputs
-            return None
-        known = again.parameter or any(now is leaf.tensor() for leaf in self.trace.leaves.values())
-        return other_parameter(self.slot.label, str(self.trace.packs[ours])) if known else None
+        if before is again:
+            return tensor_changed(self.slot.label, value)
+        known = type(again) is not torch.Tensor or any(again is leaf[2]() for leaf in self.trace.leaves.values())
+        return other_parameter(self.slot.label, str(self.trace.saved(ours))) if known else None
 
     def check(self, holder: Holder, made_for: str) -> None:
         """Refuse a partner found by order if another kind of node saved it."""
         node: Any = torch._C._current_autograd_node()
-        if node is None or node._sequence_nr() != self.trace.numbers[holder.index]:
+        if node is None or node._sequence_nr() != self.trace.number(holder.index):
             return  # asked by an inner region for its input, which no node saved
         if node.name() != made_for:
             raise other_node(self.slot.label, self.trace.told_of(holder.index), node.name(), made_for)
 
-    def needed(self) -> list[int]:
+    def needed(self) -> Sequence[int]:
         """The packs that a backward may ask for."""
         return self._needed if self.returned else self.trace.alive()
 
     def _audit(self, args: list[Any], kwargs: dict[str, Any]) -> Audit | None:
-        if self._verified or not self.returned:  # inside the forward there is not yet all to compare with
+        if not self.returned:  # inside the forward there is not yet all to compare with
             return None
         self._verified = True
         run = TorchRun(Phase.AUDIT, self.slot, None, None)
@@ -352,55 +361,45 @@ class Frame:
 class _Recompute:
     """One run of a frame's region during backward."""
 
-    __slots__ = (
-        "_asked", "_stop_offset", "_stop_segment", "_tried", "done", "drew", "frame", "relaid", "trace",
-    )  # fmt: skip
+    _tried = -1
+    drew = False
+    """Random numbers, after the last decision; known where `relaid` is."""
+    _stop_segment = _stop_offset = -1
+    """Where it may stop, if it may."""
 
     def __init__(self, frame: Frame, asked: Holder | None) -> None:
         self.frame = frame
         self._asked = asked  # the holder that backward waits for, if it has come to one
-        self._tried = -1
         self.relaid = -1  # a pack of the forward that the recompute has with other strides
-        self.drew = False  # random numbers, after the last decision; known where `relaid` is
-        self.trace = Trace(frame._options.debug, frame._located, frame.trace)
         self.done = False
-        self._stop_segment = self._stop_offset = -1
         if frame.stop_at >= 0 and not frame.learns():
             self._stop_segment, self._stop_offset = frame.trace.position(frame.stop_at)
 
-    def run(self, watch: DrawWatch | None, numbers: list[torch.Tensor]) -> bool:
+    def run(self, watch: DrawWatch | None, numbers: Sequence[torch.Tensor]) -> bool:
         """Recompute, and fill the frame's holders. Returns whether another thread was inside a region meanwhile.
 
         Afterwards the generators go on from `numbers`.
         """
         frame = self.frame
-        options, generators = frame._options, frame._generators
+        generators = frame._generators
         outer, nodes = thread.run, node_count()
         around = outer.trace if isinstance(outer, TorchRun) else None
         base = around.base if around else 0
         if frame._parcel is not None:
             frame._parcel.arrive()
         args, kwargs = frame.inputs()
-        visit, tracked = Visit(generators), torch.is_grad_enabled()
-        run = TorchRun(Phase.RECOMPUTE, frame.slot, self.trace, generators)
+        visit, tracked = Visit() if generators else None, torch.is_grad_enabled()
+        mark = now()
         try:
             torch._C._set_grad_enabled(True)
-            with frame._ambient.restored(), Resting(frame._hooked, frame._function, args, kwargs):
-                audit = frame._audit(args, kwargs)
-                self.trace.restart()
-                run.draw_from(generators.start if generators else None)
-                run.observe(frame._buffers)
-                run.hooked = frame._hooked
-                run.knowing = frame.trace.told_at >= 0
-                buffers = copies(frame._buffers, frame.slot, run.knowing)
-                hooks = saved_tensors_hooks(self._pack, _unpack_recomputed)
-                with options.context(1), buffers, hooks, watch or _NO_CONTEXT:
-                    try:
-                        thread.run = run
-                        outputs = frame._function(*args, **kwargs)
-                    finally:
-                        thread.run = outer
-            self._finish(outputs)
+            ambient = frame._ambient.restored()
+            if ambient is None and not frame._hooked:
+                outputs, audit = self._play(args, kwargs, watch)
+            else:
+                with ambient or _NO_CONTEXT, Resting(frame._hooked, frame._function, args, kwargs):
+                    outputs, audit = self._play(args, kwargs, watch)
+            if not self.done:
+                self._finish(outputs)
             if audit is not None:
                 frame._audited(audit, outputs)
         except _Stop as stop:
@@ -415,33 +414,54 @@ class _Recompute:
                 raise
         finally:
             torch._C._set_grad_enabled(tracked)
-            crowded = visit.end()
-            self.drew = self.relaid >= 0 and run.drew()
+            crowded = visit is not None and visit.end()
+            if not frame._hooked and now() != mark:
+                take_off(mark, frame._function, args, kwargs)
+            self.drew = self.relaid >= 0 and self._run.drew()
             if generators:
                 generators.set(numbers)
             if around is not None:  # the nodes of this recompute, and of one around it, are not its own
                 around.skip(base + node_count() - nodes - around.base)
         return crowded
 
+    def _play(self, args: list[Any], kwargs: dict[str, Any], watch: DrawWatch | None) -> tuple[Any, Audit | None]:
+        """Run the layer again, audited before if that is due."""
+        frame = self.frame
+        options, buffers = frame._options, frame._buffers
+        audit = None if frame._verified else frame._audit(args, kwargs)
+        self.trace = Trace(options.debug, frame._located, frame.trace)
+        run = self._run = TorchRun(Phase.RECOMPUTE, frame.slot, self.trace, frame._generators)
+        run.hooked, run.knowing = frame._hooked, frame.trace.told_at >= 0
+        run.begin()
+        if options.contexts is None and buffers is None and watch is None:
+            return _call(run, self._pack, _unpack_recomputed, frame._function, args, kwargs), audit
+        run.observe(buffers)
+        with (
+            options.contexts[1] if options.contexts else _NO_CONTEXT,
+            copies(buffers, frame.slot, run.knowing),
+            watch or _NO_CONTEXT,
+        ):
+            outputs = _call(run, self._pack, _unpack_recomputed, frame._function, args, kwargs)
+        return outputs, audit
+
     def _pack(self, tensor: torch.Tensor) -> _Recomputed:
         partner = _Recomputed(self, tensor.detach() if tensor.requires_grad else tensor)
         if self.done:  # the layer runs on, for nothing
             return partner
-        frame, trace = self.frame, self.trace
-        trace.add(partner, tensor)
-        if (
-            len(trace.packs) - trace.starts[-1] == self._stop_offset + 1
-            and len(trace.starts) == self._stop_segment + 1
-            and self._complete()
-        ):
+        trace = self.trace
+        n = len(trace.packs)
+        trace.add(n, partner, tensor)
+        if n - trace.starts[-1] == self._stop_offset and self._complete():
             self.done = True
-            if not frame.runs_out:
+            if not self.frame.runs_out:
                 raise _Stop(self)
         return partner
 
     def _complete(self) -> bool:
         """Fill the holders if all that are needed stand in aligned segments, the last of them unfinished."""
         frame, trace = self.frame, self.trace
+        if len(trace.starts) != self._stop_segment + 1:
+            return False
         pairs, complete = match_aligned(frame.trace, frame.needed(), trace)
         if complete:
             frame.fill(pairs, trace)
@@ -463,8 +483,6 @@ class _Recompute:
 
     def _finish(self, outputs: Any) -> None:
         """The layer has returned: match what is alive now."""
-        if self.done:
-            return
         frame, trace = self.frame, self.trace
         compare = frame._options.compare
         trace.finished()
@@ -483,7 +501,7 @@ class _Recompute:
             return bool(self.frame.lacking())
         return self._asked.value is None
 
-    def _match(self, needed: list[int], compare: bool, outputs: Any) -> None:
+    def _match(self, needed: Sequence[int], compare: bool, outputs: Any) -> None:
         frame, trace = self.frame, self.trace
         pairs, guesses = match(frame.trace, needed, trace, compare)
         frame.fill(pairs, trace)
@@ -491,27 +509,44 @@ class _Recompute:
             frame.guess(guesses, trace, outputs)
 
 
-region_codes |= {Frame.forward.__code__, _Recompute.run.__code__}
+def _call(
+    run: TorchRun,
+    pack: Callable[[torch.Tensor], Any],
+    unpack: Callable[[Any], torch.Tensor],
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a region's function in `run`. What an interrupt leaves of the hooks `Before` takes off."""
+    outer = thread.run
+    _push_hooks(pack, unpack)
+    try:
+        thread.run = run
+        return function(*args, **kwargs)
+    finally:
+        thread.run = outer
+        _pop_hooks()
+
+
+_push_hooks: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+region_codes |= {_call.__code__}
 
 
 def _unpack(holder: Holder) -> torch.Tensor:
+    frame, value = holder.frame, holder.value
     try:
-        return _value_of(holder)
+        if value is None:
+            value = frame.recover(holder)
+        if not (frame.talks and keeps_graph()):  # else a part of this backward may follow, on some ranks only
+            holder.value = None  # a later backward recomputes again; until then nothing is held
+        if holder.doubt is not None:
+            _settle(holder, holder.doubt)
+        if value._version != holder.version:
+            raise tensor_changed(frame.slot.label, value)
     except Exception as error:
-        tell_rank(error, holder.frame.slot.label)
+        tell_rank(error, frame.slot.label)
         raise
-
-
-def _value_of(holder: Holder) -> torch.Tensor:
-    value = holder.value
-    if value is None:
-        value = holder.frame.recover(holder)
-    if not (holder.frame.talks and keeps_graph()):  # else a part of this backward may follow, on some ranks only
-        holder.value = None  # a later backward recomputes again; until then nothing is held
-    if holder.doubt is not None:
-        _settle(holder, holder.doubt)
-    if value._version != holder.version:
-        raise tensor_changed(holder.frame.slot.label, value)
     return value
 
 

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ._inputs import tensors_in
 from ._state import tensors_of
 
-__all__ = ["Hooked", "Resting", "hooked_since", "is_hooked", "left_since", "now"]
+__all__ = ["Hooked", "Resting", "hooked_since", "is_hooked", "left_since", "now", "take_off"]
 
 _Hooks = MutableMapping[int, Callable[..., Any]]
 
@@ -56,6 +56,13 @@ def left_since(mark: int, function: Callable[..., Any], args: Sequence[Any], kwa
     if now() == mark:
         return []
     return [found._replace(tensor=None) for found in hooked_since(mark, function, args, kwargs)]
+
+
+def take_off(mark: int, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Take off the hooks that were registered since `mark` on tensors that a call can reach."""
+    for added in [*hooked_since(mark, function, args, kwargs)]:
+        for key in added.new:
+            added.hooks.pop(key, None)
 
 
 def is_hooked(tensor: torch.Tensor) -> bool:

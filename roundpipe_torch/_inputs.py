@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -35,29 +36,40 @@ class Inputs:
     around the region see them, and an outer region does not keep them alive.
     """
 
-    __slots__ = ("_kept", "_names", "_positional", "_specs")
+    __slots__ = ("_kept", "_names", "_positional", "_specs", "plain")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._specs: tuple[Spec, ...] | None = None
         self._names, self._positional = tuple(kwargs), len(args)
         leaves: Sequence[Any] = (*args, *kwargs.values())
+        self.plain = _TENSORS.issuperset(map(type, leaves))  # no containers, and no tensors that hold others
+        if self.plain:
+            self._kept = [*map(save_tensor, leaves, repeat(False))]
+            return
         for value in leaves:
             if isinstance(value, _CONTAINERS):
                 values, leaves = leaves, []
                 self._specs = tuple(flatten(value, leaves) for value in values)
                 break
-        self._kept = [save_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._kept = [save_tensor(leaf, False) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def restore(self) -> tuple[list[Any], dict[str, Any]]:
         """The arguments, in new containers."""
-        leaves: list[Any] = [leaf.unpack() if isinstance(leaf, SavedTensor) else leaf for leaf in self._kept]
+        leaves: list[Any] = (
+            [*map(SavedTensor.unpack, self._kept)]
+            if self.plain
+            else [leaf.unpack() if isinstance(leaf, SavedTensor) else leaf for leaf in self._kept]
+        )
         if self._specs is not None:
             rest = iter(leaves)
             leaves = [unflatten(spec, rest) for spec in self._specs]
+        if not self._names:
+            return leaves, {}
         return leaves[: self._positional], dict(zip(self._names, leaves[self._positional :], strict=True))
 
 
 _CONTAINERS = (tuple, list, dict, set)
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class _KeptByNode:
@@ -65,7 +77,7 @@ class _KeptByNode:
 
     __slots__ = ("_output",)
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, is_output: bool) -> None:
         with torch.enable_grad():
             self._output = _SaveOne.apply(torch.empty(0, requires_grad=True), tensor)  # type: ignore[no-untyped-call]
 
@@ -86,12 +98,10 @@ class _SaveOne(torch.autograd.Function):
 
 
 SavedTensor: Any
-save_tensor: Callable[[torch.Tensor], Any]
+save_tensor: Callable[[torch.Tensor, bool], Any]
+"""Keeps a tensor as autograd does. The second argument: whether the node that keeps it has made it."""
 _make_saved_tensor: Any = getattr(torch._C._autograd, "_make_saved_tensor", None)
 if _make_saved_tensor is None:  # pragma: no cover - older torch
     SavedTensor, save_tensor = _KeptByNode, _KeptByNode
 else:
-    SavedTensor = torch._C._autograd.SavedTensor
-
-    def save_tensor(tensor: torch.Tensor) -> Any:
-        return _make_saved_tensor(tensor, is_output=False)
+    SavedTensor, save_tensor = torch._C._autograd.SavedTensor, _make_saved_tensor

@@ -293,7 +293,7 @@ def keep(run: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         outputs, _ = _ran(run, Site(run), call, call.tensors, waiting)
     run.consulted(key)
     needs = kept.needs if outputs is _LEFT_OUT else [argument.part.whole for argument in waiting]
-    saved = [save_tensor(call.tensors[n]) for n in needs]  # the same line in all phases
+    saved = [save_tensor(call.tensors[n], False) for n in needs]  # the same line in all phases
     if outputs is _LEFT_OUT:
         run.restore_state(kept.state)  # R7
         run.skip(kept.met, kept.taken)

@@ -13,13 +13,14 @@ for. The packs alive when each phase returned are matched by the line that made 
 from __future__ import annotations
 
 import sys
-import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from operator import call
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 
@@ -68,74 +69,90 @@ class Saved(NamedTuple):
         return self[:3] == other[:3]
 
 
-class Leaf(NamedTuple):
-    """A weight or other leaf of the graph that was saved."""
+_Pack = tuple[torch.Size, torch.dtype, torch.device, int, int | None]
+"""A `Saved` that nobody has asked for yet: one that has names takes twice as long to make."""
 
-    tensor: weakref.ref[torch.Tensor]
-    version: int
-    parameter: bool
+Leaf = tuple[int, int, ref[torch.Tensor]]
+"""A weight or other leaf of the graph that was saved: its identity, its version, and itself.
+
+In this order, so that two of them can be compared: the values of tensors are never.
+"""
 
 
 class Trace:
     """The packs of one run, and where its segments begin."""
 
-    __slots__ = (
-        "__weakref__", "_of", "_regions", "_untold", "base", "begun", "layouts", "leaves", "live", "makers", "numbers",
-        "packs", "places", "points", "refs", "standing", "starts", "told_at",
-    )  # fmt: skip
+    live: Sequence[int] = ()
+    """Packs alive when the run was over."""
+    places: list[str] | None = None
+    told_at = -1
+    """Nodes made before the layer learned its phase; -1: it does not know."""
+    _untold: int = sys.maxsize
+    """Packs before that."""
+    _of: Trace | None = None
+    _regions = 0
+    """That have ended."""
 
     def __init__(self, debug: bool, locating: bool, of: Trace | None = None) -> None:
         """`of`: the forward's, for a recompute."""
         self.refs: list[Any] = []  # weak references to the holders
-        self.packs: list[Saved] = []
+        self.packs: list[_Pack] = []
         self.starts: list[int] = [0]
         self.points: list[tuple[Any, int]] = [(None, 0)]
         """Where each segment begins: the last point that both phases know, and how often the layer asked since."""
-        self._regions = 0  # that have ended
         self.base = self.begun = node_count()
-        self.told_at = 0 if locating else -1  # nodes made before the layer learned its phase; -1: it does not know
-        self.numbers: list[int] = []  # of the node that saves each pack
+        self._bases = [(0, self.base)]  # from which pack on the nodes are counted from where
         self.makers: dict[int, tuple[str, int]] = {}  # name and place of the node that made each pack, once told
-        self._untold = 0  # packs before that
-        self._of = of
         self.layouts: dict[int, tuple[int, ...]] = {}  # strides of each pack, once told
         self.leaves: dict[int, Leaf] = {}
         self.standing: dict[tuple[int, int], tuple[str, int]] = {}  # makers of what stands for outputs of another node
-        self.live: list[int] = []  # packs alive when the run was over
-        self.places: list[str] | None = [] if debug else None
+        self._located_from: int = sys.maxsize  # the first pack of which the place is noted
+        if of is not None:
+            self._of, self._located_from = of, of._untold
+        if debug:
+            self.places, self._located_from = [], 0
+        if locating:
+            self.told_at = self._untold = self._located_from = 0
 
-    def restart(self) -> None:
+    def _count_from(self, base: int) -> None:
         """Count nodes from here."""
-        self.base = self.begun = node_count()
+        self.base = base
+        self._bases.append((len(self.packs), base))
 
     def told(self) -> None:
         """The layer knows its phase: from now on note which line makes a pack."""
         if self.told_at < 0:
             self.told_at, self._untold = node_count() - self.begun, len(self.packs)
+            self._located_from = min(self._located_from, self._untold)
 
-    def add(self, holder: Any, tensor: torch.Tensor) -> None:
-        """Note a pack."""
-        n, count = len(self.refs), node_count()
-        self.refs.append(weakref.ref(holder))
-        self.numbers.append(count - 1)
-        of = self._of
-        if self.told_at < 0 and of is not None and of.told_at >= 0 and n >= of._untold:
-            self.told_at = of.told_at  # the forward asked here, if only for a log
+    def add(self, n: int, holder: Any, tensor: torch.Tensor) -> None:
+        """Note a pack, the `n`th."""
+        nodes = node_count() - self.base
+        self.refs.append(ref(holder))
         if tensor.requires_grad:
             weight = tensor if tensor.is_leaf else tensor._base  # a linear layer saves a view of its weight
-            if weight is not None and weight.is_leaf:
-                leaf = weakref.ref(weight), weight._version, type(weight) is not torch.Tensor
-                self.leaves[n] = tuple.__new__(Leaf, leaf)
-        line = None if self.told_at < 0 else self._origin(n, tensor)
-        what = (tensor.shape, tensor.dtype, tensor.device, count - self.base, line)
-        self.packs.append(tuple.__new__(Saved, what))  # half the time of Saved(...)
+            if weight is tensor or (weight is not None and weight.is_leaf):
+                self.leaves[n] = id(weight), weight._version, ref(weight)
+        line = self._located(n, tensor) if n >= self._located_from else None
+        self.packs.append((tensor.shape, tensor.dtype, tensor.device, nodes, line))
+
+    def _located(self, n: int, tensor: torch.Tensor) -> int | None:
+        """The line that makes pack `n`, if the layer knows its phase."""
         if self.places is not None:
             self.places.append("at " + user_line())
+        if self.told_at < 0 and self._of is not None and n >= self._of._untold:
+            self.told_at = self._of.told_at  # the forward asked here, if only for a log
+        return None if self.told_at < 0 else self._origin(n, tensor)
+
+    def number(self, pack: int) -> int:
+        """Of the node that saves a pack."""
+        begin = bisect_right(self._bases, (pack, sys.maxsize)) - 1
+        return self._bases[begin][1] + self.packs[pack][3] - 1
 
     def witness(self, tensor: torch.Tensor) -> None:
         """Note a pack for its layout alone: one of a region inside, or one that nothing is matched with."""
         if self.told_at >= 0:
-            self.add(self, tensor)
+            self.add(len(self.packs), self, tensor)
 
     def _origin(self, n: int, tensor: torch.Tensor) -> int:
         """Note what made pack `n`, and how it lies in memory. Returns its line."""
@@ -166,7 +183,7 @@ class Trace:
 
     def skip(self, nodes: int) -> None:
         """Leave out nodes that a recompute made in the midst of this run."""
-        self.base += nodes
+        self._count_from(self.base + nodes)
         self.begun += nodes
 
     def position(self, pack: int) -> tuple[int, int]:
@@ -176,12 +193,20 @@ class Trace:
 
     def told_of(self, pack: int) -> str:
         """A pack of the forward, for messages."""
-        return f"{self.packs[pack]}, saved by the forward as number {pack}"
+        return f"{self.saved(pack)}, saved by the forward as number {pack}"
 
-    def listed(self, which: list[int]) -> str:
+    def saved(self, pack: int) -> Saved:
+        """What is known of a pack."""
+        return Saved(*self.packs[pack])
+
+    def line(self, pack: int) -> int | None:
+        """The line that made a pack."""
+        return self.packs[pack][4]
+
+    def listed(self, which: Sequence[int]) -> str:
         """Packs in words, a line each."""
         places = self.places or [""] * len(self.packs)
-        lines = [f"    {n}: {self.packs[n]} {places[n]}".rstrip() for n in which[:_MOST_LISTED]]
+        lines = [f"    {n}: {self.saved(n)} {places[n]}".rstrip() for n in which[:_MOST_LISTED]]
         if len(which) > _MOST_LISTED:
             lines.append(f"    and {len(which) - _MOST_LISTED} more")
         return "\n".join([f"{len(which)} tensors", *lines])
@@ -194,7 +219,7 @@ class Trace:
             point = REGION, self._regions
         self.points.append((known, asked + 1) if point is None else (point, 0))
         self.starts.append(len(self.packs))
-        self.base = node_count()
+        self._count_from(node_count())
 
     def segments(self) -> list[tuple[int, int]]:
         """Begin and end of each segment."""
@@ -206,7 +231,9 @@ class Trace:
 
     def alive(self) -> list[int]:
         """Packs whose holder something still holds."""
-        return [n for n, ref in enumerate(self.refs) if ref() is not None]
+        if all(map(call, self.refs)):
+            return [*range(len(self.refs))]
+        return [n for n, holder in enumerate(self.refs) if holder() is not None]
 
 
 _SMALL, _FEW = 16384, 8
@@ -237,10 +264,12 @@ def cheap_tail(outputs: Any, number: int) -> bool:
         if node.name().rstrip("0123456789") not in _CHEAP:
             return False
         found.add(node._sequence_nr())
+        if len(found) == left:
+            return number in found
         for before, _ in node.next_functions:
             if before is not None and number <= before._sequence_nr() < _A_LEAF:
                 waiting.append(before)
-    return len(found) == left and number in found
+    return False
 
 
 region_codes: set[Any] = set()
@@ -251,7 +280,7 @@ _MOST_LISTED = 40
 
 def _line() -> int:
     """Names the expression that runs now by those that called it, up to the region's own call."""
-    frame: FrameType | None = sys._getframe(4)
+    frame: FrameType | None = sys._getframe(5)
     name = 0
     while frame is not None and frame.f_code not in region_codes:
         code = frame.f_code
@@ -274,20 +303,24 @@ def _note_positions(code: CodeType) -> tuple[CodeType, list[Any]]:
     return noted
 
 
-def match_aligned(forward: Trace, needed: list[int], recompute: Trace) -> tuple[Pairs, bool]:
+def match_aligned(forward: Trace, needed: Sequence[int], recompute: Trace) -> tuple[Pairs, bool]:
     """Pair `needed` with the packs of a recompute under way, by aligned segments; the last one counts as far as it got.
 
     Also tells whether that gave each of them a partner.
     """
-    if len(forward.starts) == len(recompute.starts) == 1:
-        if forward.packs[: len(recompute.packs)] != recompute.packs:
-            return {}, False
-        pairs = {n: n for n in needed if n < len(recompute.packs)}
-        return pairs, len(pairs) == len(needed)
+    begun, made = len(recompute.starts), len(recompute.packs)
+    if (
+        recompute.packs == forward.packs[:made]
+        and recompute.starts == forward.starts[:begun]
+        and recompute.points == forward.points[:begun]
+        and (begun == len(forward.starts) or made <= forward.starts[begun])
+    ):
+        reached = needed[: bisect_left(needed, made)]
+        return dict(zip(reached, reached, strict=True)), len(reached) == len(needed)
     segments = list(zip(forward.segments(), recompute.segments(), strict=False))
     (begin, end), (other, now) = segments[-1]
     segments[-1] = (begin, min(end, begin + now - other)), (other, now)
-    pairs = {}
+    pairs: Pairs = {}
     points = zip(forward.points, recompute.points, strict=False)
     for (ours, theirs), (point, again) in zip(segments, points, strict=True):
         here = needed[bisect_left(needed, ours[0]) : bisect_left(needed, ours[1])]
@@ -296,7 +329,7 @@ def match_aligned(forward: Trace, needed: list[int], recompute: Trace) -> tuple[
     return pairs, len(pairs) == len(needed)
 
 
-def match(forward: Trace, needed: list[int], recompute: Trace, compare: bool) -> tuple[Pairs, Pairs]:
+def match(forward: Trace, needed: Sequence[int], recompute: Trace, compare: bool) -> tuple[Pairs, Pairs]:
     """Pair the packs that the forward's return left alive (`needed`) with those of a finished recompute.
 
     What cannot be told is left out. The second pairs are by order alone, so hold only if the nodes that saved them are
@@ -339,9 +372,9 @@ def _by_liveness(
     pairs: Pairs = {}
     if forward.told_at >= 0 and recompute.told_at >= 0:
         # What the same line saved, called the same way, in both phases.
-        lines = {forward.packs[n].line for n in ours} & {recompute.packs[n].line for n in theirs} - {None}
-        common = [n for n in ours if forward.packs[n].line in lines]
-        again = [n for n in theirs if recompute.packs[n].line in lines]
+        lines = {forward.line(n) for n in ours} & {recompute.line(n) for n in theirs} - {None}
+        common = [n for n in ours if forward.line(n) in lines]
+        again = [n for n in theirs if recompute.line(n) in lines]
         if [_at_line(forward, n) for n in common] == [_at_line(recompute, n) for n in again]:
             pairs = dict(zip(common, again, strict=True))
             ours = [n for n in ours if n not in pairs]
@@ -360,7 +393,7 @@ def _by_liveness(
 
 
 def _could_be(forward: Trace, ours: int, recompute: Trace, theirs: int) -> bool:
-    if not forward.packs[ours].alike(recompute.packs[theirs]):
+    if not forward.saved(ours).alike(recompute.saved(theirs)):
         return False
     one, other = forward.makers.get(ours), recompute.makers.get(theirs)
     if one is None or other is None:  # outputs come without the node that made them
@@ -377,7 +410,7 @@ def _ranks(trace: Trace, packs: list[int]) -> list[int]:
 
 
 def _at_line(trace: Trace, pack: int) -> tuple[Any, ...]:
-    return *trace.packs[pack][:3], trace.packs[pack].line
+    return *trace.packs[pack][:3], trace.line(pack)
 
 
 def _indices(forward: Trace, ours: list[int], recompute: Trace, theirs: list[int]) -> Pairs:
@@ -385,10 +418,10 @@ def _indices(forward: Trace, ours: list[int], recompute: Trace, theirs: list[int
 
     `topk` saves its indices for the gradient of its values; a `gather` with the saved indices saves those.
     """
-    ours = [n for n in ours if not _inexact(forward.packs[n].dtype)]
+    ours = [n for n in ours if not _inexact(forward.saved(n).dtype)]
     ways: list[tuple[int, ...]] = [()]
     for n in ours:
-        fits = [m for m in theirs if forward.packs[n].alike(recompute.packs[m])]
+        fits = [m for m in theirs if forward.saved(n).alike(recompute.saved(m))]
         ways = [(*way, m) for way in ways for m in fits if not way or m > way[-1]]
         if len(ways) > 64:
             return {}
@@ -401,7 +434,7 @@ def _inexact(dtype: torch.dtype) -> bool:
 
 def node_names(outputs: list[Any], recompute: Trace, packs: Iterable[int]) -> dict[int, str]:
     """Names of the nodes that saved `packs`, by their number, found from the tensors that the recompute gave."""
-    wanted = {recompute.numbers[n] for n in packs}
+    wanted = {recompute.number(n) for n in packs}
     waiting = deque(leaf.grad_fn for leaf in outputs if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None)
     names: dict[int, str] = {}
     seen = set(waiting)
@@ -420,10 +453,10 @@ def node_names(outputs: list[Any], recompute: Trace, packs: Iterable[int]) -> di
 def other_layout(forward: Trace, recompute: Trace) -> str | None:
     """A pack of the forward that the same line of a recompute made with other strides, where nothing is matched."""
     layouts: dict[int | None, list[tuple[int, ...] | None]] = {}
-    for n, pack in enumerate(recompute.packs):
-        layouts.setdefault(pack.line, []).append(recompute.layouts.get(n))
-    for n, pack in enumerate(forward.packs):
-        again = layouts.get(pack.line)
+    for n in range(len(recompute.packs)):
+        layouts.setdefault(recompute.line(n), []).append(recompute.layouts.get(n))
+    for n in range(len(forward.packs)):
+        again = layouts.get(forward.line(n))
         if again and again.pop(0) != forward.layouts.get(n):
             return forward.told_of(n)
     return None

@@ -20,11 +20,13 @@ from roundpipe_core._trees import flatten
 __all__ = ["collectives", "keeps_graph", "recompute_on_arrival", "step_is_over", "tell_rank"]
 
 
+_c10d: Any = dist.distributed_c10d if dist.is_available() else None
+
+
 def collectives() -> int:
     """How many collectives this process has begun, on all groups whose backend counts them."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return 0
-    return sum(map(_begun, dist.distributed_c10d._world.pg_map))
+    groups = _c10d._world.pg_map if _c10d is not None else ()
+    return sum(map(_begun, groups)) if groups else 0
 
 
 def _begun(group: Any) -> int:

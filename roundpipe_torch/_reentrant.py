@@ -7,7 +7,7 @@ structure back, trains weights behind inputs without gradient, and sees a saved 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -106,7 +106,7 @@ class _Region:
 
         With a graph, so that a saved value's gradient shows (R5), but one that keeps nothing.
         """
-        visit, mark = Visit(self.generators), now()
+        visit, mark = Visit() if self.generators else None, now()
         try:
             run = TorchRun(phase, self.slot, self.trace, self.generators, thread.run)
             run.witnesses = (*run.witnesses, self.trace)
@@ -117,10 +117,10 @@ class _Region:
                     run.plan, run.parcel = self.parcel.plan, self.parcel
                 leaves = self._run(run, tensors)
         finally:
-            self.crowded = visit.end()
+            self.crowded = visit is not None and visit.end()
         if self.buffers is not None:
             self.buffers.settle(self.trace.told_at >= 0)
-        self.hooked = run.hooked + left_since(mark, self.function, (*tensors, *self.leaves), {})
+        self.hooked = [*run.hooked, *left_since(mark, self.function, (*tensors, *self.leaves), {})]
         self.parcel = run.parcel
         if self.slot.rows is not None and not isinstance(thread.run, TorchRun):
             forget_with(self, self.slot)
@@ -137,7 +137,8 @@ class _Region:
             raise sharded_inside(self.slot.label)
         before = Before(self.generators, self.buffers)
         try:
-            leaves, drew = replayed(partial(self._led, tensors, before.numbers), self.crowded)
+            attempt = partial(self._replay, tensors, before.numbers)
+            leaves, drew = replayed(partial(not_misled, self.buffers, attempt), self.generators, self.crowded)
         except BaseException:
             before.restore()
             raise
@@ -145,16 +146,11 @@ class _Region:
             raise drawn_in_a_crowd(self.slot.label)
         return leaves
 
-    def _led(
-        self, tensors: tuple[torch.Tensor, ...], numbers: list[torch.Tensor], watch: DrawWatch | None
-    ) -> tuple[list[Any], bool]:
-        return not_misled(self.buffers, lambda: self._replay(tensors, numbers, watch))
-
     def _replay(
-        self, tensors: tuple[torch.Tensor, ...], numbers: list[torch.Tensor], watch: DrawWatch | None
+        self, tensors: tuple[torch.Tensor, ...], numbers: Sequence[torch.Tensor], watch: DrawWatch | None
     ) -> tuple[list[Any], bool]:
         generators, trace = self.generators, Trace(False, self.located)
-        visit = Visit(generators)
+        visit = Visit() if generators else None
         run = TorchRun(Phase.RECOMPUTE, self.slot, trace, generators)
         run.own_graph, run.witnesses = True, (trace,)
         hooks = (
@@ -167,15 +163,15 @@ class _Region:
             run.hooked = self.hooked
             run.knowing = self.trace.told_at >= 0
             buffers = copies(self.buffers, self.slot, run.knowing)
-            with torch.enable_grad(), self.ambient.restored(), buffers, hooks, watch or _NO_CONTEXT:
-                run.draw_from(generators.start if generators else None)
+            with torch.enable_grad(), self.ambient.restored() or _NO_CONTEXT, buffers, hooks, watch or _NO_CONTEXT:
+                run.begin()
                 with Resting(self.hooked, self.function, (*tensors, *self.leaves), {}):
                     leaves = self._run(run, tensors)
             relaid = other_layout(self.trace, trace)
             if relaid is not None and run.drew():
                 raise drawn_in_another_layout(self.slot.label, relaid)
         finally:
-            crowded = visit.end()
+            crowded = visit is not None and visit.end()
             if generators:
                 generators.set(numbers)
         return leaves, crowded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from ._hooks import Hooked
 from ._keep import keep
 from ._matching import Trace
 from ._offload import MOVED, Offload, Parcel, Shipped
-from ._state import Generators
+from ._state import Generators, equal
 
 __all__ = ["DECIDED", "TorchRun", "is_told", "pack_plainly", "unpack_plainly"]
 
@@ -41,36 +41,41 @@ class _State(NamedTuple):
 class TorchRun(Run):
     """A run whose saved tensors are traced and whose random numbers line up."""
 
-    __slots__ = (
-        "__weakref__", "_aligned", "_drew", "_outer", "asked", "buffers", "generators", "hooked", "keeping", "knowing",
-        "own_graph", "parcel", "plan", "trace", "watching", "witnesses",
-    )  # fmt: skip
+    own_graph = False
+    """The gradient is the recompute's own."""
+    knowing = False
+    """A recompute of a layer that asks for its phase."""
+    watching = False
+    """Buffers may change in here."""
+    plan: Offload | None = None
+    hooked: Sequence[Hooked] = ()
+    """What rests while this recompute runs, and those of regions inside."""
+    witnesses: tuple[Trace, ...] = ()
+    """Traces of regions of the second engine around: see `other_layout`."""
+    buffers: Buffers | None = None
+    """Of its own region."""
+    parcel: Parcel | None = None
+    """What it has in host memory, once there is something."""
+    keeping = False
+    """Inside a function that the recompute leaves out."""
+    asked = False
+    """For its phase, in there."""
+    _aligned: Sequence[torch.Tensor] = ()
+    _drew = False
 
     def __init__(
         self, phase: Phase, slot: Slot, trace: Trace | None, generators: Generators | None, outer: Run | None = None
     ) -> None:
         super().__init__(phase, slot)
         self._outer = outer  # the run that this one is a part of
-        self.own_graph = False  # the gradient is the recompute's own
-        self.knowing = False  # a recompute of a layer that asks for its phase
-        self.watching = False  # buffers may change in here
-        self.plan: Offload | None = None
-        self.hooked: list[Hooked] = []  # what rests while this recompute runs, and those of regions inside
-        self.witnesses: tuple[Trace, ...] = ()  # traces of regions of the second engine around: see `other_layout`
+        self.trace = trace
+        self.generators = generators
         if outer is not None:
             self.repeats = outer.repeats
             if isinstance(outer, TorchRun):
                 self.own_graph, self.knowing = outer.own_graph, outer.knowing
                 self.watching, self.plan, self.hooked = outer.watching, outer.plan, outer.hooked
                 self.witnesses = () if outer.keeping else outer.witnesses
-        self.buffers: Buffers | None = None  # of its own region
-        self.parcel: Parcel | None = None  # what it has in host memory, once there is something
-        self.keeping: bool = False  # inside a function that the recompute leaves out
-        self.asked = False  # for its phase, in there
-        self.trace = trace
-        self.generators = generators
-        self._aligned: list[torch.Tensor] = []
-        self._drew = False
 
     def consulted(self, point: Any = None) -> None:
         if self.trace is not None and not self.keeping:
@@ -149,21 +154,31 @@ class TorchRun(Run):
 
     def _read(self, key: Key, place: Place, data: Any = NOTHING) -> Any:
         value = super()._read(key, place, data)
+        if self.watch is None:  # no decisions of `auto`
+            return value
         before = self.slot.read(key, place).counts.get(DECIDED, 0)
         if before > self._counts.get(DECIDED, 0):  # what precedes the save is skipped
             self._counts[DECIDED] = before
         return value
 
+    def begin(self) -> None:
+        """Let the generators go back to where the forward found them. For a run that is not a part of another one."""
+        if self.generators is not None:
+            self._aligned = self.generators.start
+            self.generators.set(self._aligned)
+
     def draw_from(self, numbers: list[torch.Tensor] | None) -> None:
         """Let the generators go on from these states."""
         if self.generators and numbers is not None:
-            for run in self._around():
-                run._drew, run._aligned = run.drew(), numbers
+            if numbers is not self._aligned:  # else the forward has drawn nothing since
+                now = self.generators.now()
+                for run in self._around():
+                    run._drew, run._aligned = run._drew or bool(run._aligned and not equal(run._aligned, now)), numbers
             self.generators.set(numbers)
 
     def drew(self) -> bool:
         """Whether this run drew random numbers, other than for a decision."""
-        return self._drew or bool(self.generators and self._aligned and not self.generators.at(self._aligned))
+        return self._drew or bool(self.generators and self._aligned and not equal(self._aligned, self.generators.now()))
 
     def adopt(self, leaf: Any, like: Any) -> Any:  # R13
         return adopted(self.slot, leaf, like) if isinstance(self.slot, TapedSlot) else leaf

@@ -10,8 +10,9 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from operator import call, methodcaller
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ __all__ = [
     "Visit",
     "Watch",
     "default_generators",
+    "equal",
     "generators_of",
     "modules_of",
     "replayed",
@@ -43,6 +45,7 @@ _CPU_ONLY: tuple[torch.Generator, ...] = (torch.default_generator,)
 
 _COLLECTS_AT_ALLOCATIONS = sys.version_info < (3, 12)
 _count, _threshold = gc.get_count, gc.get_threshold
+_get_state = methodcaller("get_state")
 
 
 class Generators:
@@ -61,9 +64,9 @@ class Generators:
         # back. So what is due soon is collected before. A lock of our own would have to be left by every interrupt.
         if _COLLECTS_AT_ALLOCATIONS and _count()[0] > 0.85 * _threshold()[0] and gc.isenabled():
             gc.collect(0)
-        return [generator.get_state() for generator in self._generators]
+        return [*map(_get_state, self._generators)]
 
-    def set(self, states: list[torch.Tensor]) -> None:
+    def set(self, states: Sequence[torch.Tensor]) -> None:
         """Continue from `states`."""
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
@@ -71,21 +74,23 @@ class Generators:
     def since_start(self) -> list[torch.Tensor]:
         """The states now; the very list `start` if nothing was drawn since."""
         now = self.now()
-        return self.start if _equal(now, self.start) else now
+        return self.start if equal(now, self.start) else now
 
     def missed(self) -> bool:
         """Whether the accelerator was started since, so that its generators are not among these."""
-        return len(self._generators) == 1 and _started_backend() is not None
-
-    def at(self, states: list[torch.Tensor]) -> bool:
-        """Whether the generators stand at `states`."""
-        return _equal(self.now(), states)
+        return _ACCELERATOR is not None and len(self._generators) == 1 and _started_backend() is not None
 
 
-def _equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+def equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
     """Whether states, which are on the host, are equal; not by a tensor operation, which modes would see."""
-    pairs = zip(some, others, strict=True)
-    return all(ctypes.string_at(a.data_ptr(), a.nbytes) == ctypes.string_at(b.data_ptr(), b.nbytes) for a, b in pairs)
+    return [*map(_bytes, some)] == [*map(_bytes, others)]
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+_this_thread = threading.get_ident
 
 
 class Visit:
@@ -94,49 +99,44 @@ class Visit:
     Threads are kept by identity, so that a visit which a keyboard interrupt cut short ends with the next one.
     """
 
-    __slots__ = ("_crowded", "_meeting", "_nested", "_watching")
+    __slots__ = ("_met", "_nested")
 
     _inside: ClassVar[set[int]] = set()
     _meetings: ClassVar[int] = 0
 
-    def __init__(self, generators: Generators | None) -> None:
-        self._watching = generators is not None
-        if self._watching:
-            me = threading.get_ident()
-            self._nested = thread.run is not None and me in Visit._inside
-            Visit._inside.add(me)
-            self._crowded = len(Visit._inside) > 1
-            if self._crowded:
-                Visit._meetings += 1
-            self._meeting = Visit._meetings
+    def __init__(self) -> None:
+        me, inside = _this_thread(), Visit._inside
+        self._nested = me in inside and thread.run is not None
+        self._met = Visit._meetings  # before this one
+        inside.add(me)
+        if len(inside) > 1:
+            Visit._meetings += 1
 
     @staticmethod
     def inside() -> bool:
         """Whether this thread is inside now."""
-        return threading.get_ident() in Visit._inside
+        return _this_thread() in Visit._inside
 
     @staticmethod
     def leave() -> None:
         """This thread is inside no more."""
-        Visit._inside.discard(threading.get_ident())
+        Visit._inside.discard(_this_thread())
 
     @staticmethod
     def others() -> bool:
         """Whether another thread is inside now."""
-        return bool(Visit._inside - {threading.get_ident()})
+        return len(Visit._inside) > (_this_thread() in Visit._inside)
 
     def end(self) -> bool:
         """Leave; whether another thread was inside meanwhile."""
-        if not self._watching:
-            return False
         if not self._nested:
-            Visit._inside.discard(threading.get_ident())
-        return self._crowded or self._meeting != Visit._meetings
+            Visit._inside.discard(_this_thread())
+        return self._met != Visit._meetings
 
     @staticmethod
     def forked() -> None:
         """In the child of a fork, where the other threads are no more."""
-        Visit._inside.intersection_update({threading.get_ident()})
+        Visit._inside.intersection_update({_this_thread()})
 
 
 if hasattr(os, "register_at_fork"):
@@ -174,11 +174,15 @@ class DrawWatch(Watch):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-def replayed(attempt: Callable[[DrawWatch | None], tuple[T, bool]], crowded: bool) -> tuple[T, bool]:
+def replayed(
+    attempt: Callable[[DrawWatch | None], tuple[T, bool]], generators: Generators | None, crowded: bool
+) -> tuple[T, bool]:
     """Recompute by `attempt`, and tell whether it drew what another thread may have drawn from too.
 
     `attempt` gives its result and whether another thread was inside meanwhile; `crowded` tells that of the forward.
     """
+    if generators is None:  # it need not draw what its forward drew
+        return attempt(None)[0], False
     watch = DrawWatch() if crowded or Visit.others() else None
     result, met = attempt(watch)
     if met and watch is None:  # another thread came in meanwhile: look again, more closely
@@ -201,8 +205,7 @@ def generators_of(function: Any, arguments: Any) -> tuple[torch.Generator, ...]:
 
     Tensors and modules may stand anywhere in `arguments`.
     """
-    backend = _started_backend()
-    if backend is None or _ACCELERATOR is None:
+    if _ACCELERATOR is None or (backend := _started_backend()) is None:
         return _CPU_ONLY
     if _ACCELERATOR.type == "mps":  # pragma: no cover - needs an Apple GPU
         return (*_CPU_ONLY, torch.mps._get_default_mps_generator())
@@ -262,11 +265,7 @@ def _reached(function: Any, leaves: Iterable[Any], kinds: type | tuple[type, ...
         seen.add(id(found))
         if isinstance(found, kinds):
             yield found
-        elif isinstance(found, partial):
-            waiting += [found.func, *found.args, *found.keywords.values()]
-        elif isinstance(found, types.MethodType):
-            waiting += [found.__self__, found.__func__]
-        elif isinstance(found, types.FunctionType):
+        elif type(found) is types.FunctionType:
             if found.__dict__:
                 waiting.append(found.__dict__.get("__wrapped__"))
             if found.__defaults__:
@@ -276,12 +275,19 @@ def _reached(function: Any, leaves: Iterable[Any], kinds: type | tuple[type, ...
             for cell in found.__closure__ or ():
                 with contextlib.suppress(ValueError):  # a cell that is not filled yet
                     waiting.append(cell.cell_contents)
-            for name in found.__code__.co_names:
-                value = found.__globals__.get(name)
-                if value is not None and (isinstance(value, kinds) or _is_beside(found, value)):
+            for value in map(found.__globals__.get, found.__code__.co_names):
+                if type(value) not in _LEAD_NOWHERE and (isinstance(value, kinds) or _is_beside(found, value)):
                     waiting.append(value)
+        elif isinstance(found, partial):
+            waiting += [found.func, *found.args, *found.keywords.values()]
+        elif isinstance(found, types.MethodType):
+            waiting += [found.__self__, found.__func__]
         elif isinstance(found, (list, tuple, dict)) and len(found) <= _MOST_SEARCHED:
             waiting += found.values() if isinstance(found, dict) else found
+
+
+_LEAD_NOWHERE = frozenset({type(None), type, types.ModuleType, types.BuiltinFunctionType})
+"""What most names of a function's globals stand for."""
 
 
 def _is_beside(function: types.FunctionType, value: Any) -> bool:
@@ -319,12 +325,9 @@ def _settings() -> Iterator[_Setting]:
         name = f"cublas_allow_{what}_reduced_precision_reduction"
         yield getattr(c, f"_get_{name}"), _spread(getattr(c, f"_set_{name}"))
     yield c._get_cublas_allow_fp16_accumulation, c._set_cublas_allow_fp16_accumulation
-    yield _deterministic, lambda value: c._set_deterministic_algorithms(value[0], warn_only=value[1])
-
-
-def _deterministic() -> tuple[bool, bool]:
-    c: Any = torch._C
-    return c._get_deterministic_algorithms(), c._get_deterministic_algorithms_warn_only()
+    deterministic, warns = c._get_deterministic_algorithms, c._get_deterministic_algorithms_warn_only
+    yield deterministic, lambda value: c._set_deterministic_algorithms(value, warn_only=warns())
+    yield warns, lambda value: c._set_deterministic_algorithms(deterministic(), warn_only=value)
 
 
 def _spread(writer: Callable[..., Any]) -> Callable[[Any], Any]:
@@ -340,6 +343,13 @@ _SETTINGS: tuple[_Setting, ...] = (
     ),
 )
 _READERS = tuple(reader for reader, _ in _SETTINGS)
+_dynamo: Any = torch._C._dynamo.eval_frame
+_SURROUNDINGS: tuple[Callable[[], Any], ...] = (
+    torch._C._is_any_autocast_enabled,
+    torch._C._len_torch_function_stack,
+    _dynamo.get_eval_frame_callback,
+    *_READERS,
+)
 
 # The older switches over the same float32 settings. Torch refuses to read them while they disagree with the new ones.
 _OLD_FP32: tuple[tuple[Callable[[], Any], Callable[[Any], Any], tuple[Any, ...], tuple[int, ...]], ...] = (
@@ -369,8 +379,6 @@ _AUTOCAST_DEVICES = ("cpu",) if _ACCELERATOR is None else ("cpu", _ACCELERATOR.t
 
 
 def _autocast() -> tuple[Any, ...]:
-    if not torch._C._is_any_autocast_enabled():
-        return ()
     return tuple(
         (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
         for device in _AUTOCAST_DEVICES
@@ -378,14 +386,10 @@ def _autocast() -> tuple[Any, ...]:
 
 
 def _default_device() -> torch.device | None:
-    if torch._C._len_torch_function_stack():
-        for mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
-            if isinstance(mode, DeviceContext):
-                return mode.device
+    for mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+        if isinstance(mode, DeviceContext):
+            return mode.device
     return None
-
-
-_AS_IT_IS = contextlib.nullcontext()
 
 
 class _Compiling:
@@ -404,7 +408,6 @@ class _Compiling:
         _dynamo.set_eval_frame(self._before)
 
 
-_dynamo: Any = torch._C._dynamo.eval_frame
 _by_age = False
 
 
@@ -415,42 +418,49 @@ def _choose_by_age() -> None:
     they save differs.
     """
     global _by_age
-    if "torch._dynamo" in sys.modules:
-        _by_age = True
-        _dynamo._set_lru_cache(False)  # process-wide; torch's checkpoint advises the same
+    _by_age = True
+    _dynamo._set_lru_cache(False)  # process-wide; torch's checkpoint advises the same
 
 
 class Ambient:
     """Autocast, the default device, global settings and the compiler at one moment."""
 
-    __slots__ = ("_autocast", "_compiler", "_device", "_values")
+    _autocast: tuple[Any, ...] = ()
+    _device: torch.device | None = None
 
     def __init__(self) -> None:
-        self._compiler = _dynamo.get_eval_frame_callback()
-        if not _by_age:
+        if not _by_age and "torch._dynamo" in sys.modules:
             _choose_by_age()
-        self._values = [read() for read in _READERS]
-        self._autocast = _autocast()
-        self._device = _default_device()
+        self._found = [*map(call, _SURROUNDINGS)]
+        if self._found[0]:
+            self._autocast = _autocast()
+        if self._found[1]:
+            self._device = _default_device()
 
-    def restored(self) -> contextlib.AbstractContextManager[Any]:
-        """A context in which all of it is as it was then."""
-        values = [read() for read in _READERS]
-        autocast = self._autocast or torch._C._is_any_autocast_enabled()
-        compiler = self._compiler is not _dynamo.get_eval_frame_callback()
-        if values == self._values and not autocast and self._device == _default_device() and not compiler:
-            return _AS_IT_IS
+    def restored(self) -> contextlib.AbstractContextManager[Any] | None:
+        """A context in which all of it is as it was then; None if it is so now."""
+        found = [*map(call, _SURROUNDINGS)]
+        if found == self._found and not found[0] and not found[1]:
+            return None
+        return self._restored()
+
+    def _restored(self) -> contextlib.AbstractContextManager[Any] | None:
+        now = Ambient()
+        (_, _, compiler, *values), (_, _, compiler_now, *values_now) = self._found, now._found
+        autocast = self._autocast or now._autocast
+        if values == values_now and not autocast and self._device == now._device and compiler is compiler_now:
+            return None
         with contextlib.ExitStack() as stack:
-            if values != self._values:
-                stack.callback(_apply, values)
-                _apply(self._values)
+            if values != values_now:
+                stack.callback(_apply, values_now)
+                _apply(values)
             if autocast:
                 for device in _AUTOCAST_DEVICES:
                     stack.enter_context(torch.autocast(device, enabled=False))
                 for device, enabled, dtype, cache in self._autocast:
                     stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype, cache_enabled=cache))
-            if self._device != _default_device():
+            if self._device != now._device:
                 stack.enter_context(self._device or torch.device("cpu"))
-            if compiler:
-                stack.enter_context(_Compiling(self._compiler))
+            if compiler is not compiler_now:
+                stack.enter_context(_Compiling(compiler))
             return stack.pop_all()

@@ -144,6 +144,22 @@ def test_what_cannot_be_compared_is_told() -> None:
     ]
 
 
+def test_arrays_that_no_file_holds_are_compared_where_they_are() -> None:
+    texts, objects = np.array(["a", "b", "c"]), np.array([1, "x", None], object)
+    one = tape(texts, texts, objects, objects, np.longdouble([1, 2]), texts)
+    other = tape(texts.copy(), np.array(["a", "x", "y"]), objects.copy(), objects[::-1], np.longdouble([1, 3]), objects)
+
+    assert [(d.rows, d.fault) for d in diff(one, other)] == [
+        (0, None),
+        (3, "2 of 3 rows of str32"),
+        (0, None),
+        (3, "2 of 3 rows of object"),
+        (2, f"1 of 2 rows of {np.longdouble([1]).dtype}"),
+        (3, "3 of 3 rows of str32"),
+    ]
+    assert [bool(d.differs) for d in diff(one, other)] == [False, True, False, True, True, True]
+
+
 def test_layers_are_matched_by_chosen_labels_else_by_order() -> None:
     one, other = tape(1, 2, names=["a", "b"]), tape(2, 1, names=["b", "a"])
     assert not diff(one, other)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import math
 import threading
 import weakref
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -479,12 +482,31 @@ def test_a_range_is_told_by_the_name_of_the_save() -> None:
     with record() as tape:
         save_for_recompute(np.array([7]))
         save_for_recompute(np.array([3]), name="experts")
-    for below in ({"experts": 4}, {"experts": 4, "": 8}, {"other": 1}, 8):
+    for below in ({"experts": 4}, {"experts": np.int64(4), "": 8}, 8):
         with replay(tape, below=below):
             get_recompute_data()
             get_recompute_data("experts")
     with pytest.raises(TapeError, match="integers from 7 to 7, where 0 to 6 are in range"), replay(tape, below={"": 7}):
         pass
+    with pytest.raises(TapeError, match="no decision named 'expert' in any"), replay(tape, below={"expert": 9}):
+        pass
+
+
+@pytest.mark.parametrize("below", [math.nan, 3.5, np.float32(3), True, "3", [3], 0, -1])
+def test_a_range_is_an_integer(below: Any, tmp_path: Path) -> None:
+    with record() as tape:
+        save_for_recompute(np.array([0, 1]), name="experts")
+    for refused in (
+        lambda: tape.declare(below=below),
+        lambda: replay(tape, below=below),
+        lambda: replay(tape, below={"experts": below}),
+    ):
+        with pytest.raises(OptionError) as caught:
+            refused()
+        assert str(caught.value) == f"below={below!r} is no number of experts.\n  way out: give how many there are."
+    tape.declare(below=np.int8(2), name="experts").save(tmp_path / "a.tape")
+    with pytest.raises(TapeError, match="0 to 0 are in range"):
+        Tape.load(tmp_path / "a.tape").declare(below=1)
 
 
 def test_unnamed_saves_outside_of_layers_are_numbered() -> None:

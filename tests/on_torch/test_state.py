@@ -160,6 +160,28 @@ def test_two_threads_that_draw_are_told_rather_than_given_other_masks(met, befor
     assert "preserve_rng_state=False" in way_out
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_draws_that_are_free_are_free_while_another_thread_is_inside(use_reentrant) -> None:
+    came, done = threading.Event(), threading.Event()
+
+    def waits(x):
+        came.set()
+        assert done.wait(10)
+        return x.exp()
+
+    x = leaf()
+    y = checkpoint(F.dropout, x, preserve_rng_state=False, use_reentrant=use_reentrant)
+    other = threading.Thread(target=checkpoint, args=(waits, leaf()))
+    other.start()
+    try:
+        assert came.wait(10)
+        y.sum().backward()
+    finally:
+        done.set()
+        other.join()
+    assert x.grad is not None
+
+
 @pytest.mark.parametrize("draw", ["nothing", "once"])
 def test_two_threads_that_draw_nothing_in_the_recompute_are_right(draw) -> None:
     barrier = threading.Barrier(2, timeout=10)
