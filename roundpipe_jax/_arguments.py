@@ -46,8 +46,6 @@ def with_static(
     argnames: tuple[str, ...],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments, those named static wrapped."""
-    if not argnums and not argnames:
-        return args, kwargs
     wrong = [number for number in argnums if not -len(args) <= number < len(args)]
     if wrong:
         raise OptionError(

@@ -49,7 +49,17 @@ from ._packing import Held, Split, Template, in_jax, split
 from ._policies import check_matches, with_tags
 from ._refusals import Refusals
 from ._regions import Away, CheckpointLane, ResidualLane
-from ._runs import JaxRun, Journal, NeedsFreshTraces, NeedsTags, NeedsTangents, execute, is_abstract, stop_gradients
+from ._runs import (
+    JaxRun,
+    Journal,
+    NeedsFreshTraces,
+    NeedsTags,
+    NeedsTangents,
+    execute,
+    is_abstract,
+    stop_gradients,
+    updated,
+)
 from ._staging import Program, Traces, hint, hinted, memory, stage
 from ._tags import lead_through_tags, updates_in
 from ._taped import Reads, Taped, reads, without_axes
@@ -148,12 +158,8 @@ class Layer(NamedTuple):
 
         All that was traced is given up with it: in there is what was decided so far.
         """
-        known = self.fresh
-        try:
+        with contextlib.suppress(NeedsFreshTraces):
             return stage()
-        except NeedsFreshTraces:
-            if known:
-                raise
         hint("fresh", self.kind)
         return self.begun(stage)
 
@@ -305,8 +311,6 @@ class Call:
             return self._replayed(slot)
         if phase is Phase.RECOMPUTE:
             return self._inside_recompute(slot)
-        if phase is Phase.AUDIT:
-            return execute(JaxRun(phase, slot), lambda: self.layer.apply(self.arrays))
         if not isinstance(outer, JaxRun) or outer.phase is Phase.OFF:
             return self._outermost(slot)
         if outer.tags:
@@ -324,7 +328,8 @@ class Call:
             raise self.refusals.reference()
         if references:
             return self._tagged(slot)
-        if self.options.mode != "custom_vjp" and hinted("tags", self.layer.kind):
+        at_home = self.options.mode == "custom_vjp" or self.options.verify != "off"  # if that can be: no hint decides
+        if not at_home and hinted("tags", self.layer.kind):
             try:
                 return self._tagged(slot)
             except Exception as error:  # another function with the same code; if it is not, the error comes again
@@ -622,18 +627,11 @@ class Call:
     def _replayed(self, slot: TapedSlot) -> Any:
         """The recompute, in place of the forward too (R13)."""
         taped = Taped(slot)
-        failed: ReplayFailed | None = None
-        try:
-            program = self._looking(
-                ("replay", taped.key) if taped.key is not None else None,
-                functools.partial(_replayed_in, taped.skeleton, taped.axes),
-                [*taped.arrays, *self.arrays],
-            )
-        except ReplayFailed as raised:
-            failed = raised
-        if failed is not None:  # and not above, where the user's error would get ours as its context
-            taped.mark(failed.reads)
-            raise failed.error
+        program = self._replay_program(taped)
+        forward = program if updates_in(program.jaxpr.jaxpr) else None
+        if forward is not None:
+            with updated(True):
+                program = self._replay_program(taped)
         found: Replay = program.out[1].value
         taped.mark(found.reads)
         for n, dtype in found.narrowed:
@@ -644,7 +642,22 @@ class Call:
         lane = self._lane(program, found, None, count)
         if not isinstance(thread.run, JaxRun):
             note(label_of(self.label), lane.recompute, taped.arrays, inputs, self.options.policy, tags=False)
-        return found.shape.join(self._in_reverse(lambda: lane.alone(taped.arrays, inputs)))
+        if forward is None:
+            return found.shape.join(self._in_reverse(lambda: lane.alone(taped.arrays, inputs)))
+        outputs = forward.run(stop_gradients(forward.consts), stop_gradients([*taped.arrays, *self.arrays]))
+        return found.shape.join(self._in_reverse(lambda: lane(outputs, taped.arrays, inputs)))
+
+    def _replay_program(self, taped: Taped) -> Program:
+        try:
+            return self._looking(
+                ("replay", taped.key, updated.value) if taped.key is not None else None,
+                functools.partial(_replayed_in, taped.skeleton, taped.axes),
+                [*taped.arrays, *self.arrays],
+            )
+        except ReplayFailed as raised:
+            failed = raised
+        taped.mark(failed.reads)
+        raise failed.error  # and not above, where the user's error would get ours as its context
 
     # ------------------------------------------------------------------- inside the recompute of another
 

@@ -104,7 +104,7 @@ class _Jax:
 
     def obstacle(self, offer: Offer) -> Fault | None:
         if offer.device != "cpu" and _cuda_device(offer) is None:
-            return f"JAX has no device {offer.device} here", "copy it."
+            return f"JAX has no device {offer.device} here", "copy it."  # pragma: no cover - needs a GPU
         if not offer.row_major:
             return (
                 "its elements are not in row-major order without gaps",
@@ -119,7 +119,7 @@ class _Jax:
             array: jax.Array = offer.view()
             return array
         if offer.device != "cpu":
-            return _imported(offer.view())
+            return _imported(offer.view())  # pragma: no cover - needs a GPU
         offer.hold()
         return _put(_typed(offer), None if default_platform() == "cpu" else jax.local_devices(backend="cpu")[0])
 
@@ -128,7 +128,7 @@ class _Jax:
             array: jax.Array = offer.clone()
             return array
         if dtype == offer.dtype and _cuda_device(offer) is not None:
-            return _imported(offer.clone())
+            return _imported(offer.clone())  # pragma: no cover - needs a GPU
         values = _typed(offer)
         if dtype != offer.dtype:
             self._refuse_loss(values, dtype, refuse)
@@ -171,11 +171,11 @@ def _cuda_device(offer: Offer) -> Any:
     kind, _, index = offer.device.partition(":")
     if kind != "cuda":
         return None
-    try:
+    try:  # pragma: no cover - needs a GPU
         devices = jax.local_devices(backend="gpu")
-    except RuntimeError:  # this JAX has no such backend
+    except RuntimeError:  # pragma: no cover - torch has a GPU, and this JAX has no such backend
         return None
-    return next((device for device in devices if device.local_hardware_id == int(index)), None)
+    return next((one for one in devices if one.local_hardware_id == int(index)), None)  # pragma: no cover - needs a GPU
 
 
 def _put(values: Any, device: Any = None) -> jax.Array:
@@ -184,7 +184,7 @@ def _put(values: Any, device: Any = None) -> jax.Array:
     return array
 
 
-def _imported(array: Any) -> jax.Array:
+def _imported(array: Any) -> jax.Array:  # pragma: no cover - needs a GPU
     """An array on a device, by DLPack, which waits for the work that its owner has queued."""
     imported: jax.Array = jax.dlpack.from_dlpack(array)
     return imported

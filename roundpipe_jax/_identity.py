@@ -172,9 +172,7 @@ class _Walk:
         if kind is types.FunctionType:
             return self.function(value)
         if kind is types.BuiltinFunctionType and isinstance(value.__self__, types.ModuleType):
-            if value.__self__ is builtins:  # those that are steady were found above
-                raise _UnknownError
-            return self.module(value.__self__), _Same(value)
+            raise _UnknownError  # those that are steady were found above
         if isinstance(value, type):
             return self.record(value)
         if kind is _JITTED:

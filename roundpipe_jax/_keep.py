@@ -11,7 +11,6 @@ A second derivative has to know how the residuals depend on the arguments, and r
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +19,6 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from roundpipe_core._backend import backend_of
 from roundpipe_core._errors import MismatchError, SlotError, TapeError, message
 from roundpipe_core._slots import Place, Slot, facts_of, label_of, where
 
@@ -113,15 +111,6 @@ class Kept:
     def key(self) -> Hashable:
         """Equal for what a recompute cannot tell apart; None if that cannot be known."""
         return self.plan if self._shared else None
-
-    def places(self) -> Counter[str]:
-        """Bytes held, by where they are (R12)."""
-        places: Counter[str] = Counter()
-        for array in self.arrays:
-            backend = backend_of(array)
-            if backend is not None:
-                places[backend.place(array)] += backend.nbytes(array)
-        return places
 
 
 def keep(run: Any, function: Callable[..., Any], args: Any, kwargs: Any, place: Place) -> Any:

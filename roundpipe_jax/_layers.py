@@ -100,7 +100,7 @@ def remat_layers(
             return stack(inputs, x, size)
 
         # On a tape the layers are regions, and the groups are none.
-        grouped = remat(group, prevent_cse=False, label=f"{name}, {size} layers", offload=offload)
+        grouped = remat(group, prevent_cse=False, verify=verify, label=f"{name}, {size} layers", offload=offload)
         if taped.taped:
             grouped = jax_checkpoint(group, prevent_cse=False, policy=save_policy())
         with repeated(nested):

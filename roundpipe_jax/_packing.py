@@ -130,10 +130,9 @@ class Sort(NamedTuple):
 class Template:
     """A slot, and those of the regions in it, without their arrays."""
 
-    __slots__ = ("children", "entries", "kept", "label", "orphan", "rows", "size", "sorts")
+    __slots__ = ("children", "entries", "kept", "label", "orphan", "rows", "sorts")
 
     def __init__(self, slot: Slot, arrays: list[Any]) -> None:
-        first = len(arrays)
         self.label = slot.label if slot.given else AutoLabel(slot.label)
         self.orphan, self.rows = slot.orphan, slot.rows
         self.entries: list[tuple[Any, Entry, list[bool]]] = []
@@ -153,7 +152,6 @@ class Template:
         inner.sort(key=lambda pair: pair[1].born)
         self.children = [(key, Template(child, arrays)) for key, child in inner]
         self.sorts += [sort for _, child in self.children for sort in child.sorts]
-        self.size = len(arrays) - first
 
     def fill(self, slot: Slot, arrays: Sequence[Any]) -> Slot:
         """Put the entries into `slot`, around `arrays`."""

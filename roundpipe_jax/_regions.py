@@ -111,16 +111,13 @@ class _Lane:
         if any(flags):
             first = len(forward_consts)
             jax.eval_shape(
-                lambda values: _tangents(lambda vs: forward.run(vs[:first], vs[first:]), values, flags),
+                lambda values: _differentiate(lambda vs: forward.run(vs[:first], vs[first:]), values, flags),
                 everything,
             )
 
 
-def _tangents(function: Callable[[list[Any]], list[Any]], values: _Arrays, flags: Sequence[bool]) -> list[Any]:
-    chosen = [value for value, flag in zip(values, flags, strict=True) if flag]
-    ones = [jnp.ones_like(value) for value in chosen]
-    _, out = jvp(function, values, flags, ones)
-    return [tangent for tangent in out if tangent.dtype != jax.dtypes.float0]
+def _differentiate(function: Callable[[list[Any]], list[Any]], values: _Arrays, flags: Sequence[bool]) -> None:
+    jvp(function, values, flags, [jnp.ones_like(value) for value, flag in zip(values, flags, strict=True) if flag])
 
 
 class CheckpointLane(_Lane):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, overload
@@ -134,17 +135,10 @@ def _wrapped(fun: Any, options: Options) -> Any:
     if options.mode == "custom_vjp" and options.policy is not None:
         raise Refusals.of(fun, options.label or labelled(fun)).policy(options.policy)
 
-    @_named_like(fun)
     def layer(*args: Any, **kwargs: Any) -> Any:
         return Call(fun, options, args, kwargs).result()
 
+    with contextlib.suppress(Exception):  # of a module whose attributes refuse to be copied
+        functools.update_wrapper(layer, fun)
     see_through(layer)
     return layer
-
-
-def _named_like(fun: Any) -> Callable[[F], F]:
-    try:
-        named: Callable[[F], F] = functools.wraps(fun)  # type: ignore[assignment]
-        return named
-    except Exception:  # a module whose attributes refuse to be copied
-        return lambda layer: layer

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
 from roundpipe_core._backend import backend_of, expand
 from roundpipe_core._errors import GradientError, message
@@ -54,6 +53,7 @@ __all__ = [
     "recorded_outside",
     "saved_outside",
     "traced_for",
+    "updated",
 ]
 
 if TYPE_CHECKING:
@@ -63,6 +63,9 @@ T = TypeVar("T")
 
 # Part of the key of every cache of traces that JAX has: a jitted function inside a layer is traced once per phase.
 traced_for = user_context()
+
+# Set where code is traced again that has made its updates, in a run that does not know it: what is kept, and replays.
+updated = user_context()
 
 
 class Journal:
@@ -186,8 +189,6 @@ class JaxRun(Run):
         return super().count(key)
 
     def keep(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> T:
-        if self.phase is Phase.AUDIT:
-            return function(*args, **kwargs)
         if self.phase is Phase.FORWARD and not self.repeats:
             self._stays_in_python(static=False)  # a replay of a tape reads nothing of what its keep holds
         outputs: T = keep(self, function, args, kwargs, place)
@@ -196,10 +197,12 @@ class JaxRun(Run):
     def aside(self, call: Callable[[], T], again: bool) -> tuple[T, Slot]:
         """`call()` as code that a recompute leaves out, and the slot that it filled. `again`: it ran before."""
         run = JaxRun(Phase.FORWARD, Slot(self.slot.label), tags=True)
-        run.repeats = again
-        return execute(run, call), run.slot
+        with updated(again or updated.value):
+            return execute(run, call), run.slot
 
     def update(self, function: Callable[[], Any], called: Any, place: Place) -> None:
+        if updated.value:
+            return
         with jax.named_scope(UPDATE):
             super().update(function, called, place)
 
@@ -228,7 +231,8 @@ class JaxRun(Run):
             return leaf
         backend = backend_of(like)
         if not is_tracer(leaf):  # numpy's, or known to be the same in every call
-            return leaf if backend is None else backend.adopt(leaf, like)
+            with jax.ensure_compile_time_eval():
+                return leaf if backend is None else backend.adopt(leaf, like)
         if jnp.issubdtype(like.dtype, jnp.integer) and not _holds(like.dtype, leaf.dtype):
             self.narrowed.append((leaf, like.dtype))  # looked at where there are values
         return leaf.astype(like.dtype)
@@ -422,10 +426,6 @@ def _probe(fault: _Fault, value: Any) -> Any:
     return value
 
 
-def _probe_rule(fault: _Fault, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
-    if not isinstance(tangents[0], SymbolicZero):
-        raise fault.error(primals[0])
-    return _probe(fault, primals[0]), tangents[0]
-
-
-_probe.defjvp(_probe_rule, symbolic_zeros=True)
+@_probe.defjvp
+def _probe_rule(fault: _Fault, primals: tuple[Any], tangents: tuple[Any]) -> Any:
+    raise fault.error(primals[0])  # JAX asks for no rule where the tangent is zero

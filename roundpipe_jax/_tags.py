@@ -244,7 +244,7 @@ def _fresh_tag(var: Var) -> JaxprEqn:
     aval: Any = var.aval
     eqn: JaxprEqn
     [eqn] = jax.make_jaxpr(lambda value: named(value, SAVED))(struct(aval.shape, aval.dtype)).jaxpr.eqns
-    return replaced(eqn, invars=[var], outvars=[fresh_var(var)])
+    return replaced(eqn, outvars=[fresh_var(var)])
 
 
 def _read(new: dict[Var, Any], atom: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,9 +14,18 @@ import numpy as np
 import pytest
 from jax import lax
 
-from roundpipe_jax import doing_recompute, get_recompute_data, recompute_once, remat, remat_layers, save_for_recompute
+from roundpipe_jax import (
+    GradientError,
+    _staging,
+    doing_recompute,
+    get_recompute_data,
+    recompute_once,
+    remat,
+    remat_layers,
+    save_for_recompute,
+)
 from roundpipe_jax._identity import reach, token, tree_token
-from roundpipe_jax._packing import Held
+from roundpipe_jax._packing import Held, is_array
 from roundpipe_jax._staging import Traces, stage
 
 X = jnp.linspace(-1, 1, 6).reshape(2, 3)
@@ -152,6 +162,10 @@ def imports(x: Any) -> Any:
     return x * random.random()
 
 
+def imports_further_in(x: Any) -> Any:
+    return (lambda y: imports(y))(x) if x is None else [__import__("random").random() for _ in x]
+
+
 def calls_itself(x: Any, n: int = 2) -> Any:
     return calls_itself(jnp.sin(x), n - 1) if n else x
 
@@ -168,16 +182,63 @@ class Text(str):
 def test_what_can_be_told() -> None:
     for steady in (scaled, by_keyword, by_an_inner_layer, calls_itself, uses_much_of_jax):
         assert reach(steady) is not None
-    for unsteady in (closed_over(1), draws, draws_globally, counts, imports):
+    for unsteady in (closed_over(1), draws, draws_globally, counts, imports, imports_further_in):
         assert reach(unsteady) is None
         assert token(unsteady) is None
+        assert token(jax.jit(unsteady)) is None
+    assert token(jax.jit(calls_itself)) is not None
     for value in (jnp.sin, jax.nn.relu, lax.scan, jnp.float32, np.dtype("int8"), np.float32(1), len, ..., (1, (None,))):
         assert token(value) is not None, value
-    for value in (Text("a"), Text, [1], {}, object(), RNG.normal, [].append, (1, []), np.ones(1), globals, X):
+    long, far = tuple(range(100)), tuple(tuple((n, m) for m in range(30)) for n in range(60))
+    for value in (
+        Text("a"),
+        Text,
+        [1],
+        {},
+        object(),
+        RNG.normal,
+        [].append,
+        (1, []),
+        np.ones(1),
+        globals,
+        X,
+        long,
+        far,
+    ):
         assert token(value) is None, value
     assert token(float("nan")) == token(float("nan"))
     told_apart = [token(value) for value in (1, True, 1.0, 0.0, -0.0, np.float32(1), np.int32(1), "1", None)]
     assert len(set(told_apart)) == len(told_apart)
+
+
+class Line:
+    slope = 1.0
+
+    def at(self, x: Any) -> Any:
+        return x * self.slope
+
+
+def test_what_is_told_of_objects_within_one_program() -> None:
+    line, bounds = Line(), [0.0, 1.0]
+    space: dict[str, Any] = {"at": line.at, "bounds": bounds.index, "count": [1]}
+    exec("def f(x):\n    return at(x) + bounds(0.0) + len(count)", space)
+    keys = [reach(space["f"], loosely=True)]
+    for change in (lambda: setattr(line, "slope", 2.0), lambda: bounds.append(2.0), lambda: space["count"].append(2)):
+        change()
+        keys.append(reach(space["f"], loosely=True))
+    assert None not in keys
+    assert [one == other for one, other in itertools.pairwise(keys)] == [False, False, True]
+    assert reach(space["f"]) is None
+    for unsteady in (RNG.normal, object(), jnp.ones(1).at):
+        space["at"] = unsteady
+        assert reach(space["f"], loosely=True) is None
+
+
+def test_what_counts_as_an_array() -> None:
+    for array in (np.ones(2), np.float32(1), np.bool_(True), np.ones(1, bool), X, np.ones(1, complex), jax.new_ref(X)):
+        assert is_array(array), array
+    for other in (1.0, True, "a", None, np.array(["a"]), np.array([object()]), np.datetime64("2026-01-01"), [X]):
+        assert not is_array(other), other
 
 
 def test_structures_that_jax_takes_for_equal() -> None:
@@ -300,6 +361,50 @@ def test_a_form_that_no_longer_fits() -> None:
 
     for inside in (True, False, True, False):  # the same code, and arguments of the same kind
         np.testing.assert_allclose(gradient(remat(make(inside))), gradient(make(inside)), rtol=1e-5)
+
+
+def sometimes_a_table(x: Any) -> Any:
+    if recompute_once(lambda: bool(x.sum() > 0)):
+        (table,) = save_for_recompute(lax.stop_gradient(x) * 2, name="table")
+        return jnp.sin(x) * table
+    return jnp.cos(x) * best(x)
+
+
+def sometimes_a_tangent(x: Any) -> Any:
+    if recompute_once(lambda: bool(x.sum() > 0)):
+        (x,) = save_for_recompute(x * 2, name="table")
+    return jnp.cos(x) * best(x)
+
+
+def test_a_float_that_a_layer_saves_only_now() -> None:  # R5
+    for x in (-abs(X), abs(X), -abs(X), abs(X)):
+        got = jax.grad(lambda x: remat(sometimes_a_table)(x).sum())(x)
+        want = jnp.cos(x) * 2 * x if x.sum() > 0 else -jnp.sin(x) * best(x)
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+    slope = jax.grad(lambda x: remat(sometimes_a_tangent)(x).sum())
+    slope(-abs(X))
+    with pytest.raises(GradientError, match="slot 'table'"):
+        slope(abs(X))
+
+
+def test_another_try_that_goes_another_way_decides_for_itself() -> None:
+    _staging._hints.clear()
+    tries: list[int] = []
+
+    def layer(x: Any) -> Any:
+        if not doing_recompute():
+            tries.append(1)
+        (k,) = save_for_recompute(jnp.argmax(x) * 0 + len(tries), name=f"try {len(tries)}")
+        (m,) = save_for_recompute(jnp.argmax(x) + 5, name="m")
+        return lax.scan(lambda c, _: (jnp.sin(c) * best(c), None), x * k * m, None, length=2)[0]
+
+    def again(x: Any) -> Any:
+        k, m = len(tries), jnp.argmax(X) + 5
+        return lax.scan(lambda c, _: (jnp.sin(c) * best(c), None), x * k * m, None, length=2)[0]
+
+    got = gradient(remat(layer))
+    assert len(tries) > 1
+    np.testing.assert_allclose(got, gradient(again), rtol=1e-5)
 
 
 # --------------------------------------------------------------------------------------------- lanes inside

@@ -11,6 +11,7 @@ import pytest
 
 from roundpipe_core._phase import thread
 from roundpipe_jax import (
+    GradientError,
     PhaseError,
     SlotError,
     doing_recompute,
@@ -302,3 +303,97 @@ def test_one_jit_around_a_layer_alone_and_inside_a_region() -> None:
     same(jax.grad(lambda x: outer(x).sum())(X), want)
     same(jax.grad(lambda x: remat(outer)(x).sum())(X), want)
     same(jax.grad(lambda x: outer(x).sum())(X), want)
+
+
+# ------------------------------------------------------------------------------------- arguments of any kind
+
+
+@jax.tree_util.register_pytree_node_class
+class Labelled:
+    """A container whose structure no cache can look up."""
+
+    def __init__(self, array: Any, notes: list[str]) -> None:
+        self.array, self.notes = array, notes
+
+    def tree_flatten(self) -> Any:
+        return (self.array,), self.notes
+
+    @classmethod
+    def tree_unflatten(cls, notes: list[str], children: Any) -> Any:
+        return cls(children[0], notes)
+
+
+def test_a_structure_without_a_hash() -> None:
+    def layer(part: Any) -> Any:
+        (saved,) = save_for_recompute(Labelled(jax.lax.stop_gradient(part.array) * 2, part.notes))
+        return jnp.sin(part.array) * saved.array * len(saved.notes)
+
+    got = jax.grad(lambda x: remat(layer)(Labelled(x, ["a", "b"])).sum())(X)
+    same(got, jnp.cos(X) * 4 * X)
+    with pytest.raises(GradientError, match=r"data\[0\].* depends on a value"):
+        jax.grad(lambda x: remat(lambda x: save_for_recompute(Labelled(x, []))[0].array.sum())(x))(X)
+
+
+@ways
+def test_a_reference_that_a_layer_adds_to(way: str) -> None:
+    def layer(x: Any, total: Any) -> Any:
+        (index,) = save_for_recompute(best(x))
+        total[...] += jax.lax.stop_gradient(x)
+        return jnp.sin(x) * (index + 1)
+
+    def step(f: Any) -> Any:
+        def run(x: Any) -> Any:
+            total = jax.new_ref(jnp.zeros_like(x))
+            y = f(x, total)
+            return y, total[...]
+
+        return run
+
+    same(WAYS[way](step(remat(layer)))(X), WAYS[way](step(layer))(X))
+
+
+class Shy:
+    # A module that lets nobody look at what it is for.
+
+    @property
+    def __doc__(self) -> str:  # type: ignore[override]
+        raise RuntimeError("not loaded yet")
+
+    def __call__(self, x: Any) -> Any:
+        return jnp.sin(x) * save_for_recompute(2)[0]
+
+
+def test_callables_that_tell_little_of_themselves() -> None:
+    same(jax.grad(lambda x: remat(Shy())(x).sum())(X), jnp.cos(X) * 2)
+    array = np.ones(3)
+    got = remat(dict, static_argnames=("k",))(x=X, k=array)  # no signature
+    assert got["k"] is array
+    same(got["x"], X)
+
+
+@jax.custom_vjp
+def by_hand(x: Any) -> Any:
+    return jnp.sin(x)
+
+
+by_hand.defvjp(lambda x: (jnp.sin(x), x), lambda x, dot: (dot * jnp.cos(x),))
+
+
+def test_errors_of_jax_come_through_as_they_are() -> None:
+    def looks(x: Any) -> Any:
+        rows = jax.vmap(lambda row: row * (save_for_recompute(best(row))[0] + 1))(x)
+        return rows.sum() if x.sum() > 0 else rows
+
+    def undifferentiable(x: Any) -> Any:
+        rows = jax.vmap(lambda row: row * (save_for_recompute(best(row))[0] + 1))(x)
+        return jax.scipy.linalg.schur(rows @ W @ rows.T)[0].sum()
+
+    def saves(x: Any) -> Any:
+        return by_hand(x) * (save_for_recompute(best(x))[0] + 1)
+
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        jax.jit(remat(looks))(X)
+    with pytest.raises(NotImplementedError, match="schur"):
+        jax.grad(remat(undifferentiable))(X)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(remat(saves), (X,), (X,))

@@ -200,6 +200,56 @@ def test_one_value_under_three_names_and_as_an_output() -> None:
     both(layer, X)
 
 
+OUTSIDE: dict[str, Callable[..., Any]] = {
+    "jit": lambda f, x, k: jax.jit(f)(x, k),
+    "checkpoint": lambda f, x, k: jax.checkpoint(f)(x, k),
+    "cond": lambda f, x, k: lax.cond(x.sum() < 99, f, lambda x, k: x, x, k),
+    "scan": lambda f, x, k: lax.scan(lambda x, _: (f(x, k), None), x, None, length=2)[0],
+}
+
+
+@pytest.mark.parametrize("inner", OUTSIDE)
+@pytest.mark.parametrize("twice", [False, True], ids=["inside", "outside too"])
+def test_a_decision_of_the_layer_that_is_saved_inside(inner: str, twice: bool) -> None:  # R8
+    def program(router: Any, wrap: Any) -> Any:
+        def saves(x: Any, k: Any) -> Any:
+            return jnp.sin(x) * (k if wrap is bare else save_for_recompute(k)[0])
+
+        def layer(x: Any) -> Any:
+            k = router.decide(0, x)
+            if twice and wrap is not bare:
+                save_for_recompute(k, name="outside")
+            return OUTSIDE[inner](saves, x, k) * k
+
+        return jax.jit(gradient(wrap(layer)))(X)
+
+    decided_once(program, remat)
+
+
+HANDING_OUT: dict[str, Callable[..., Any]] = {
+    "jit": lambda f, x: jax.jit(f)(x),
+    "cond": lambda f, x: lax.cond(x.sum() < 99, f, lambda x: (x, jnp.float32(0)), x),
+    "scan": lambda f, x: lax.scan(lambda x, _: f(x), x, None, length=1),
+    "vmap": lambda f, x: jax.vmap(f)(x[:1]),
+}
+
+
+@pytest.mark.parametrize("inner", HANDING_OUT)
+def test_a_decision_that_is_saved_inside_and_used_outside(inner: str) -> None:  # R8
+    def program(router: Any, wrap: Any) -> Any:
+        def decides(x: Any) -> Any:
+            k = router.decide(0, x) * 0.5
+            return jnp.sin(x) * (k if wrap is bare else save_for_recompute(k)[0]), k
+
+        def layer(x: Any) -> Any:
+            y, k = HANDING_OUT[inner](decides, x)
+            return jnp.sin(y) * k.sum()
+
+        return jax.jit(gradient(wrap(layer)))(X)
+
+    decided_once(program, remat)
+
+
 @pytest.mark.parametrize(
     "constant",
     [lambda: jnp.ones(()), lambda: jnp.full((2,), 3.0), lambda: True],
@@ -331,6 +381,27 @@ def test_vmap_around_a_layer_whose_saves_are_not_all_batched(lane: Any) -> None:
     ]
     for form in forms:
         same(form(in_lane(lane)(layer)), form(layer))
+
+
+@jax.custom_vjp
+def doubled(x: Any, w: Any) -> Any:
+    return x @ w
+
+
+doubled.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, dot: (2 * dot @ kept[1].T, 2 * kept[0].T @ dot))
+
+
+def test_vmap_around_a_layer_with_a_rule_of_its_own_that_saves_floats() -> None:
+    def layer(w: Any, x: Any, cut: Any = lax.stop_gradient) -> Any:
+        (table,) = save_for_recompute(cut(jnp.sin(x) @ w))
+        return doubled(x, w) * table, w * 2
+
+    def step(f: Any) -> Any:
+        return jax.jit(gradient(lambda w, xs: jax.vmap(f, (None, 0))(w, xs)))(W, jnp.stack([X, X * 2]))
+
+    same(step(remat(layer)), step(layer))
+    with pytest.raises(GradientError):
+        step(remat(lambda w, x: layer(w, x, lambda table: table)))
 
 
 @ways

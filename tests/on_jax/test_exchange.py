@@ -80,3 +80,21 @@ def test_another_default_device() -> None:
         assert exchange(aligned(np.ones(4, np.float32)), "share")[1].shared
     with jax.default_device(jax.devices()[0]):
         assert exchange(aligned(np.ones(4, np.float32)), "share")[1].shared
+
+
+def test_an_object_that_speaks_nothing_but_dlpack() -> None:
+    class Speaker:
+        def __init__(self, array: Any) -> None:
+            self.array = array
+
+        def __dlpack__(self, **options: Any) -> Any:
+            return self.array.__dlpack__(**options)
+
+        def __dlpack_device__(self) -> Any:
+            return self.array.__dlpack_device__()
+
+    array = aligned(np.arange(6, dtype=np.float32).reshape(2, 3))
+    for copy in ("share", "snapshot"):
+        got, report = exchange(Speaker(array), copy)
+        np.testing.assert_array_equal(got, array)
+        assert (got.unsafe_buffer_pointer() == array.ctypes.data) == report.shared == (copy == "share")

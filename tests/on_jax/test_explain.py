@@ -53,6 +53,27 @@ def test_equal_layers_share_a_line_and_a_hint_says_where_remat_saves_nothing() -
     assert table[2].endswith("leave it out")
 
 
+def test_branches_keys_and_a_slot_that_is_too_large() -> None:
+    def branching(w: Any, x: Any) -> Any:
+        key, mask = save_for_recompute(jax.random.key(0), x > 0)
+        x = x + 0 * jax.random.normal(key, x.shape)
+        y = jax.lax.cond(x.sum() > 0, lambda x: jnp.sin(x @ w @ w), lambda x: jnp.cos(x @ w), x)
+        return jnp.tanh(y) * mask
+
+    [cost] = explain(lambda w, x: remat(branching)(w, x).sum(), W, X).layers
+    assert (cost.slot, cost.recomputed_flops) == (8 + T * D, 2 * PRODUCT)
+    assert cost.hint == ""
+
+    def masks(x: Any) -> Any:
+        (many,) = save_for_recompute(jax.lax.stop_gradient(x)[:, None] > jnp.zeros((12, 1)))
+        for _ in range(3):
+            x = jnp.sin(x) * many[:, 0]
+        return x
+
+    [cost] = explain(lambda x: remat(masks)(x).sum(), X).layers
+    assert (cost.slot, cost.hint.partition(":")[0]) == (12 * T * D, "the slot is most of what is kept")
+
+
 def test_nothing_is_run() -> None:
     def layer(x: Any) -> Any:
         return x * jax.pure_callback(lambda: 1 / 0, jax.ShapeDtypeStruct((), jnp.float32))

@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from roundpipe_jax import OptionError, doing_recompute, get_recompute_data, remat_layers, save_for_recompute
+from roundpipe_jax import (
+    OptionError,
+    VerifyWarning,
+    doing_recompute,
+    get_recompute_data,
+    remat_layers,
+    save_for_recompute,
+    save_policy,
+)
 
 L, T, D = 6, 5, 4
 
@@ -72,10 +80,35 @@ def test_aux_is_stacked_in_order_with_groups_too() -> None:
         (n,) = save_for_recompute(params["n"] + 0)
         return x + shift, n
 
-    for nested in (None, 3):
+    for nested in (None, 1, 3):
         last, order = remat_layers(layer, params, x, 2.0, nested=nested, has_aux=True)
         np.testing.assert_allclose(last, x + 2 * L, rtol=1e-6)
         np.testing.assert_array_equal(order, jnp.arange(L))
+
+
+def finish(step: Any, x: Any) -> None:
+    jax.block_until_ready(step(x))
+    jax.effects_barrier()
+
+
+def test_options_are_those_of_the_layers() -> None:
+    params, x = data()
+    rng = np.random.default_rng(0)
+
+    def drops(params: Any, x: Any) -> Any:
+        return jnp.where(rng.random(x.shape) > 0.5, x @ params["w"], 0)
+
+    def saves(params: Any, x: Any) -> Any:
+        return x * save_for_recompute(2)[0]
+
+    for nested in (None, 2):
+        step = jax.grad(lambda x, n=nested: remat_layers(drops, params, x, verify="warn", label="drop", nested=n).sum())
+        with pytest.warns(VerifyWarning, match="layer 'drop"):
+            finish(step, x)
+    with pytest.raises(OptionError, match="layer 'drop': the policy names 'q'"):
+        remat_layers(drops, params, x, policy=save_policy("q"), label="drop")
+    with pytest.raises(OptionError, match="layer 'one': mode="):
+        jax.jvp(lambda x: remat_layers(saves, params, x, mode="custom_vjp", label="one"), (x,), (x,))
 
 
 def test_groups_keep_less() -> None:
@@ -92,7 +125,31 @@ def test_groups_keep_less() -> None:
 
 
 def test_parameters_that_do_not_fit_are_named() -> None:
-    with pytest.raises(OptionError, match=r"\['b'\]: shape \(3,\)"):
-        remat_layers(lambda p, x: x, {"a": jnp.ones((2, 1)), "b": jnp.ones(3)}, jnp.ones(1))
-    with pytest.raises(OptionError, match="choose one of 1, 2, 3, 6"):
-        remat_layers(lambda p, x: x, jnp.ones((6, 1)), jnp.ones(1), nested=4)
+    def layer(p: Any, x: Any) -> Any:
+        return x
+
+    name = f"'{layer.__qualname__} ({__file__}:{layer.__code__.co_firstlineno})'"
+    wanted: list[tuple[Any, dict[str, Any], list[str]]] = [
+        (
+            {"a": jnp.ones((2, 1)), "b": jnp.ones(3), "c": 1.0},
+            {},
+            ["['a']: shape (2, 1)", "['b']: shape (3,)", "['c']: shape ()"],
+        ),
+        ({}, {}, []),
+        (2.0, {}, ["the parameters: shape ()"]),
+    ]
+    for params, options, shapes in wanted:
+        with pytest.raises(OptionError) as caught:
+            remat_layers(layer, params, jnp.ones(1), **options)
+        assert str(caught.value).splitlines() == [
+            f"layer {name}: remat_layers needs parameters stacked along their first axis, one entry a layer.",
+            *(f"  {shape}" for shape in shapes),
+            "  way out: stack them: jax.tree.map(lambda *leaves: jnp.stack(leaves), *params_of_each_layer).",
+        ]
+    for groups in (4, 0, -2):
+        with pytest.raises(OptionError) as caught:
+            remat_layers(layer, jnp.ones((6, 1)), jnp.ones(1), nested=groups)
+        assert str(caught.value).splitlines() == [
+            f"layer {name}: 6 layers do not divide into nested={groups} groups.",
+            "  way out: choose one of 1, 2, 3, 6.",
+        ]

@@ -12,6 +12,7 @@ from roundpipe_jax import (
     MismatchError,
     OptionError,
     PhaseError,
+    SlotError,
     doing_recompute,
     get_recompute_data,
     remat,
@@ -83,6 +84,21 @@ def test_phases_that_return_different_structures() -> None:  # R10
     assert raised(MismatchError, lambda: jax.grad(lambda x: layer(x).sum())(X))[1:3] == [
         "  forward: returned PyTreeDef(*)",
         "  recompute: returned PyTreeDef((*,))",
+    ]
+
+
+def test_a_layer_that_only_the_recompute_runs() -> None:  # R8
+    def inner(x: Any) -> Any:
+        return x * get_recompute_data()[0]
+
+    def layer(x: Any) -> Any:
+        save_for_recompute(1)
+        return remat(inner, label="inner")(x) if doing_recompute() else x
+
+    at = inner.__code__.co_firstlineno + 1
+    assert raised(SlotError, lambda: jax.grad(lambda x: remat(layer)(x).sum())(X))[:2] == [
+        "layer 'inner', the unnamed slot: this region was not run by the forward, only by the recompute.",
+        f"  asked for at: test_messages.py:{at}",
     ]
 
 

@@ -183,7 +183,12 @@ def test_no_host_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_options_are_errors() -> None:
     with pytest.raises(OptionError, match='offload must be "cpu", an Offload or None'):
         remat(layer, offload="gpu")
-    with pytest.raises(OptionError, match="and the call has fewer"):
-        step(remat(layer, offload=Offload(inputs=(2,))))(W, X)
+    with pytest.raises(OptionError) as caught:
+        step(remat(layer, offload=Offload(inputs=(2,)), label="one"))(W, X)
+    assert str(caught.value).splitlines()[:3] == [
+        "layer 'one': offload moves inputs (2,), and the call has fewer.",
+        "  positional arguments: 2",
+        "  way out: count from 0, or say inputs=True.",
+    ]
     with pytest.raises(OptionError, match="without inputs"):
         step(remat(scanned(layer), offload=ALL))(W, X)

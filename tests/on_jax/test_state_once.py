@@ -1,5 +1,6 @@
 """update_once: what a layer does to state outside of itself, counted."""
 
+import functools
 import re
 from typing import Any
 
@@ -7,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from roundpipe_jax import MismatchError, keep, remat, save_for_recompute, update_once
-from tests.on_jax.oracle import LANES, WAYS
+from roundpipe_jax import MismatchError, keep, record, remat, remat_layers, replay, save_for_recompute, update_once
+from tests.on_jax.oracle import LANES, WAYS, same
 
 X = jnp.array([0.3, -1.2, 0.7])
 
@@ -26,6 +27,9 @@ class Seen:
         (best,) = save_for_recompute(jnp.argmax(jax.lax.stop_gradient(x)))
         update_once(jax.debug.callback, self.tell, best)
         return jnp.sin(x) * x[best]
+
+    def bare(self, x: Any) -> Any:
+        return jnp.sin(x) * x[2]
 
     def after(self, step: Any) -> list[int]:
         jax.block_until_ready(step(X))
@@ -54,6 +58,36 @@ def test_in_a_scan_of_layers_it_is_made_once_each() -> None:
 def test_a_callback_in_what_is_kept_is_made_once() -> None:
     seen = Seen()
     assert seen.after(jax.jit(slope(remat(lambda x: keep(seen.layer, x))))) == [2]
+
+
+def stack(f: Any) -> Any:
+    return lambda x: remat_layers(lambda _, x: f(x), jnp.zeros(1), x)
+
+
+FORMS: dict[str, Any] = {
+    "layer": lambda f: remat(f, label="layer"),
+    "custom_vjp": lambda f: remat(f, label="layer", mode="custom_vjp"),
+    "layer in a layer": lambda f: remat(lambda x: remat(f)(x)),
+    "stack": stack,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_replay_makes_it_once(form: str) -> None:
+    seen = Seen()
+    f = FORMS[form](seen.layer)
+    with record() as tape:
+        f(X)
+
+    def replayed(tape: Any, x: Any) -> Any:
+        with replay(tape):
+            return slope(f)(x)
+
+    for way in WAYS.values():
+        jax.effects_barrier()
+        seen.values.clear()
+        assert seen.after(functools.partial(way(replayed), tape)) == [2]
+        same(way(replayed)(tape, X), slope(seen.bare)(X))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 from collections.abc import Callable
@@ -524,6 +525,40 @@ def test_a_layer_that_decides_in_a_narrower_type() -> None:
     with pytest.raises(TapeError, match=r"int8, which the layer decides, .* cannot be seen while this is traced"):
         jax.jit(replayed)(0, X[0], tape)
     jax.jit(replayed)(0, X[0], tape.declare(below=D))
+
+
+@pytest.mark.parametrize("around", [lambda f: f, remat], ids=["alone", "in a region"])
+def test_a_stack_that_decides_in_a_narrower_type(around: Any) -> None:
+    def layer(dtype: Any, _: Any, x: Any) -> Any:
+        (index,) = save_for_recompute(jnp.argmax(x).astype(dtype))
+        return jnp.sin(x) * x[index]
+
+    def stack(dtype: Any) -> Any:
+        return around(lambda x: remat_layers(functools.partial(layer, dtype), jnp.zeros(2), x, label="one"))
+
+    with record() as tape:
+        stack(jnp.int32)(X[0])
+    replayed = replaying(lambda _, x: stack(jnp.int8)(x))
+    np.testing.assert_allclose(replayed(0, X[0], tape), stack(jnp.int8)(X[0]), rtol=1e-6)
+    with pytest.raises(TapeError, match="holds values that int8 cannot"):
+        replayed(0, X[0], changed(tape, lambda leaf: leaf + 128))
+
+
+@pytest.mark.parametrize("values", [[0.1, 0.2, 0.3, 0.7], [2, 0, 1, 3]], ids=["floats", "integers"])
+def test_what_numpy_decided_is_adopted_by_a_layer_that_decides_in_jax(values: Any) -> None:
+    def layer(make: Any, x: Any) -> Any:
+        (scale,) = save_for_recompute(make(values))
+        return x[: len(values)] * scale, scale
+
+    x = jnp.arange(4.0)
+    with record() as tape:
+        remat(functools.partial(layer, np.array), label="one")(x)
+    got = replaying(lambda _, x: remat(functools.partial(layer, lambda v: jnp.array(v) * 0), label="one")(x))(
+        0, x, tape
+    )
+    want = layer(jnp.array, x)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
+    assert (type(got[1]), got[1].dtype) == (type(want[1]), want[1].dtype)
 
 
 def test_looking_at_a_value_that_is_not_on_the_tape() -> None:

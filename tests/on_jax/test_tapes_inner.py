@@ -86,6 +86,11 @@ FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Any]] = {
         lambda x, w, idx: _each(x, w, idx),
         [("outer", (L, T))],
     ),
+    "scan in a checkpoint": (
+        lambda x, w: jax.checkpoint(lambda x, w: scanned(layer, x, w), prevent_cse=False)(x, w),
+        lambda x, w, idx: _each(x, w, idx),
+        [("outer", (L, T))],
+    ),
     "scan in scan": (
         lambda x, w: jax.lax.scan(lambda x, _: (scanned(layer, x, w, reverse=True), None), x, None, length=2)[0],
         lambda x, w, idx: _each(_each(x, w[::-1], idx[0][::-1]), w[::-1], idx[1][::-1]),
@@ -171,6 +176,23 @@ def test_saves_in_inner_traces(form: str) -> None:
         close([entry.value for entry in eager.entries()], decisions)
     want = jax.value_and_grad(pinned, (0, 1))(X, MOVED)
     close(jax.jit(jax.value_and_grad(replaying(region), (0, 1)))(X, MOVED, tape), want)
+
+
+def test_a_constant_that_is_saved_with_a_decision() -> None:
+    table = jnp.array([3.0, 1.0, 2.0, 5.0])
+
+    def function(x: Any, w: Any) -> Any:
+        def step(x: Any, w: Any) -> Any:
+            idx_T, scale_T, n = save_for_recompute(route(x @ w), table, 2)
+            return given(x, w, idx_T) * scale_T[:, None] * n
+
+        return scanned(step, x, w)
+
+    region = remat(function, label="outer")
+    _, tape = jax.jit(recording(region))(X, W)
+    assert [entry.shape for entry in tape.entries()] == [(L, T), (T,), ()]
+    step = jax.jit(jax.grad(replaying(region)))
+    close(step(X, W, tape), jax.grad(lambda x: jnp.sin(region(x, W)).sum())(X))
 
 
 @pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["eager", "jit"])

@@ -93,6 +93,12 @@ def test_says_nothing_where_nothing_differs(way: Any) -> None:
 AGAIN = {
     "fails": r"a plain recompute fails \(ValueError: no room\)",
     "not saved": "slot 'plan': not saved again",
+    "two rows": r"slot 'plan', item \[0\]: 2 of 2 rows flipped",
+    "a structure": "the structure of the output: 1 of 1 rows flipped",
+    "a word": "output: 1 of 1 rows flipped",
+    "a number": "output 0: 1 of 3 rows flipped, first row 2",
+    "a key": "slot 'key', item .*: 1 of 1 rows flipped",
+    "inside": "layer 'inner', slot 'plan', item .*: 1 of 2 rows flipped",
 }
 
 
@@ -105,8 +111,37 @@ def test_a_recompute_of_another_form_is_told(what: str) -> None:
         if again and what == "fails":
             raise ValueError("no room")
         if not doing_recompute() and not (again and what == "not saved"):
-            save_for_recompute(jnp.arange(2), name="plan")
-        return jnp.sin(x)
+            save_for_recompute(jnp.arange(3 if again and what == "two rows" else 2), name="plan")
+            save_for_recompute(jax.random.key(again and what == "a key"), name="key")
+        remat(lambda: inner(again), label="inner")()
+        # The recompute proper is the last of the three runs, in which nothing is made again.
+        other = doing_recompute() and asked.append(1) is None and len(asked) == 2
+        numbers = jnp.array([1, 2, 3 + (other and what == "a number")])
+        words = "other" if other and what == "a word" else "word"
+        out = {"y": jnp.sin(x), "n": numbers, "words": words}
+        return [out] if other and what == "a structure" else out
 
+    def inner(again: bool) -> None:
+        if not doing_recompute():
+            save_for_recompute(jnp.array([0, 1 + (again and what == "inside")]), name="plan")
+
+    asked: list[int] = []
     with pytest.raises(VerifyError, match=AGAIN[what]):
-        jax.grad(lambda x: remat(layer, verify="raise", label="form")(x).sum())(X)
+        jax.grad(lambda x: remat(layer, verify="raise", label="form")(x)["y"].sum())(X)
+
+
+def test_what_another_layer_with_the_same_code_needed_does_not_turn_it_off() -> None:
+    rng = np.random.default_rng(0)
+
+    def make(inside: bool) -> Any:
+        def layer(x: Any) -> Any:
+            if inside:
+                x = jax.vmap(lambda row: row * (save_for_recompute(jnp.argmax(row))[0] + 1))(x)
+            return jnp.where(rng.random(x.shape) > 0.5, jnp.sin(x), 0.0)
+
+        return layer
+
+    for _ in range(2):
+        jax.grad(lambda x: remat(make(True))(x).sum())(X)
+        with pytest.warns(VerifyWarning, match="output 0"):
+            jax.grad(lambda x: remat(make(False), verify="warn")(x).sum())(X)
