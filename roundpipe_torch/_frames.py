@@ -115,6 +115,8 @@ class Frame:
     """Packs that this recompute had no partner for."""
     talks = False
     """To other ranks."""
+    _underway: tuple[int, tuple[Any, ...], dict[str, Any]] | None = None
+    """The number of the next hook when the forward began, and its arguments, while it runs."""
     returned = False
     stop_at = -1
     runs_out = False
@@ -155,6 +157,7 @@ class Frame:
         first, before, mark = node_count(), collectives(), now()
         pack = partial(self._pack_seen, run.witnesses) if run.witnesses else self._pack
         outputs: Any = _NOTHING
+        self._underway = mark, args, kwargs
         try:
             if self._options.contexts is None:
                 outputs = _call(run, pack, _unpack, self._function, args, kwargs)
@@ -165,6 +168,7 @@ class Frame:
             tell_rank(error, self.slot.label)
             raise
         finally:
+            self._underway = None
             self._crowded = visit is not None and visit.end()
         if self._buffers is not None:
             self._buffers.settle(self.trace.told_at >= 0)
@@ -191,6 +195,13 @@ class Frame:
         if outermost:
             held(self.slot, args, kwargs, self._parcel)
         return outputs
+
+    def hooked(self) -> Sequence[Hooked]:
+        """Tensors from before it that the forward has put hooks on, so far."""
+        if self._underway is None:
+            return self._hooked
+        mark, args, kwargs = self._underway
+        return left_since(mark, self._function, args, kwargs)
 
     def _pack(self, tensor: torch.Tensor) -> Holder:
         trace = self.trace
@@ -373,6 +384,7 @@ class _Recompute:
         self._asked = asked  # the holder that backward waits for, if it has come to one
         # Known before it runs: what it writes itself it may write.
         self.changed = frame.trace.changed() if frame.trace.constants else {}
+        self._hooked = frame.hooked()
         self.relaid = -1  # a pack of the forward that the recompute has with other strides
         self.done = False
         if frame.stop_at >= 0 and not frame.learns():
@@ -396,10 +408,10 @@ class _Recompute:
         try:
             torch._C._set_grad_enabled(True)
             ambient = frame._ambient.restored()
-            if ambient is None and not frame._hooked:
+            if ambient is None and not self._hooked:
                 outputs, audit = self._play(args, kwargs, watch)
             else:
-                with ambient or _NO_CONTEXT, Resting(frame._hooked, frame._function, args, kwargs):
+                with ambient or _NO_CONTEXT, Resting(self._hooked, frame._function, args, kwargs):
                     outputs, audit = self._play(args, kwargs, watch)
             if not self.done:
                 self._finish(outputs)
@@ -418,7 +430,7 @@ class _Recompute:
         finally:
             torch._C._set_grad_enabled(tracked)
             crowded = visit is not None and visit.end()
-            if not frame._hooked and now() != mark:
+            if not self._hooked and now() != mark:
                 take_off(mark, frame._function, args, kwargs)
             self.drew = self.relaid >= 0 and self._run.drew()
             if generators:
@@ -434,7 +446,7 @@ class _Recompute:
         audit = None if frame._verified else frame._audit(args, kwargs)
         self.trace = Trace(options.debug, frame._located, frame.trace)
         run = self._run = TorchRun(Phase.RECOMPUTE, frame.slot, self.trace, frame._generators)
-        run.hooked, run.knowing = frame._hooked, frame.trace.told_at >= 0
+        run.hooked, run.knowing = self._hooked, frame.trace.told_at >= 0
         run.begin()
         if options.contexts is None and buffers is None and watch is None:
             return _call(run, self._pack, _unpack_recomputed, frame._function, args, kwargs), audit
@@ -506,7 +518,7 @@ class _Recompute:
 
     def _match(self, needed: Sequence[int], compare: bool, outputs: Any) -> None:
         frame, trace = self.frame, self.trace
-        pairs, guesses = match(frame.trace, needed, trace, compare)
+        pairs, guesses = match(frame.trace, needed, trace, compare, frame.returned)
         frame.fill(pairs, trace)
         if guesses:
             frame.guess(guesses, trace, outputs)

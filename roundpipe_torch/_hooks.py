@@ -64,7 +64,7 @@ def gradient_nodes(mark: int, function: Callable[..., Any], args: Sequence[Any])
     if now() == mark:
         return []
     reached = (tensor for tensor in _reached(function, args, {}) if tensor.requires_grad and tensor.is_leaf)
-    return [get_gradient_edge(leaf).node for leaf in reached]
+    return [*map(_taker, reached)]
 
 
 def take_off(mark: int, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -101,13 +101,19 @@ def _hooks_of_node(tensor: torch.Tensor) -> Iterator[_Hooks]:
     """Those on the node that made it, or that takes its gradient. Only a handle knows where they are."""
     if not tensor.requires_grad:
         return
-    node: Any = tensor.grad_fn or get_gradient_edge(tensor).node
+    node = tensor.grad_fn or _taker(tensor)
     for register in (node.register_prehook, node.register_hook):
         handle: Any = register(_nothing)
         hooks = handle.hooks_dict_ref()
         handle.remove()
         if hooks:
             yield hooks
+
+
+def _taker(leaf: torch.Tensor) -> Any:
+    """The node that takes the gradient of a leaf."""
+    with torch.inference_mode(False):
+        return get_gradient_edge(leaf).node
 
 
 def _nothing(*gradients: Any) -> None:

@@ -348,11 +348,13 @@ def match_aligned(forward: Trace, needed: Sequence[int], recompute: Trace) -> tu
     return pairs, len(pairs) == len(needed)
 
 
-def match(forward: Trace, needed: Sequence[int], recompute: Trace, compare: bool) -> tuple[Pairs, Pairs]:
+def match(
+    forward: Trace, needed: Sequence[int], recompute: Trace, compare: bool, returned: bool = True
+) -> tuple[Pairs, Pairs]:
     """Pair the packs that the forward's return left alive (`needed`) with those of a finished recompute.
 
     What cannot be told is left out. The second pairs are by order alone, so hold only if the nodes that saved them are
-    of one kind. Without `compare`, metadata may differ.
+    of one kind. Without `compare`, metadata may differ. A forward that has not `returned` differentiates inside itself.
     """
     ours, theirs = forward.segments(), recompute.segments()
     head = tail = 0
@@ -375,7 +377,7 @@ def match(forward: Trace, needed: Sequence[int], recompute: Trace, compare: bool
         if rest and len(theirs) > head + tail:
             start, stop = theirs[head][0], theirs[len(theirs) - tail - 1][1]
             candidates = [n for n in recompute.live if start <= n < stop]
-            more, guesses = _by_liveness(forward, rest, recompute, candidates, compare)
+            more, guesses = _by_liveness(forward, rest, recompute, candidates, compare, returned)
             pairs |= more
     return pairs, guesses
 
@@ -385,7 +387,7 @@ def _aligned(forward: Trace, ours: tuple[int, int], recompute: Trace, theirs: tu
 
 
 def _by_liveness(
-    forward: Trace, ours: list[int], recompute: Trace, theirs: list[int], compare: bool
+    forward: Trace, ours: list[int], recompute: Trace, theirs: list[int], compare: bool, returned: bool
 ) -> tuple[Pairs, Pairs]:
     """Pair the live packs of a stretch in which the phases ran different code."""
     pairs: Pairs = {}
@@ -408,7 +410,9 @@ def _by_liveness(
         and _ranks(forward, ours) == _ranks(recompute, theirs)
     ):
         return pairs, guesses
-    return pairs | _indices(forward, ours, recompute, theirs), {}
+    if returned:  # else more will come, which may leave those of the recompute over
+        pairs |= _indices(forward, ours, recompute, theirs)
+    return pairs, {}
 
 
 def _could_be(forward: Trace, ours: int, recompute: Trace, theirs: int) -> bool:
