@@ -384,7 +384,6 @@ class _Recompute:
         self._asked = asked  # the holder that backward waits for, if it has come to one
         # Known before it runs: what it writes itself it may write.
         self.changed = frame.trace.changed() if frame.trace.constants else {}
-        self._hooked = frame.hooked()
         self.relaid = -1  # a pack of the forward that the recompute has with other strides
         self.done = False
         if frame.stop_at >= 0 and not frame.learns():
@@ -400,6 +399,7 @@ class _Recompute:
         outer, nodes = thread.run, node_count()
         around = outer.trace if isinstance(outer, TorchRun) else None
         base = around.base if around else 0
+        self._hooked = frame.hooked()
         if frame._parcel is not None:
             frame._parcel.arrive()
         args, kwargs = frame.inputs()
