@@ -25,13 +25,17 @@ from tests.on_torch.oracle import same
 from tests.on_torch.programs import (
     DEFAULT,
     REENTRANT,
+    Do,
     FaultError,
     Force,
     HaltError,
+    Hook,
+    Keep,
     Kinds,
     Linear,
     Machine,
     Program,
+    Region,
     Sort,
     Within,
     every,
@@ -284,6 +288,25 @@ def tried(count: int, kinds: Kinds, flows: st.SearchStrategy[Flow]) -> Tally:
 
     attempt()
     return tally
+
+
+def _layer(*steps: Any) -> Region:
+    return Region("checkpoint", steps, "positional", "tensor")
+
+
+@pytest.mark.parametrize(
+    ("layer", "refused"),
+    [
+        (_layer(Within("inference", (Keep((Hook(bare=True),)),))), False),
+        (_layer(Hook(bare=True), Force(()), _layer(Force(()))), False),
+        (_layer(Sort(True), Do("detach", 2), Force((Sort(True), _layer(), _layer(Sort(True))))), True),
+    ],
+    ids=["a hook in inference mode", "hooks of a forward under way", "indices of a forward under way"],
+)
+def test_programs_that_were_wrong(layer: Region, refused: bool) -> None:
+    tally = Tally()
+    check(Program(layer), one_backward, 13, tally)
+    assert tally.count["refused, for a force"] == refused
 
 
 def test_the_default_engine() -> None:
