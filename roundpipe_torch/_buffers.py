@@ -223,7 +223,7 @@ class Buffers:
         moving = [(buffer, _as_before(buffer.module, buffer.name, told)) for buffer in self._moving()]
         copies = [(buffer, buffer.copy(as_before)) for buffer, as_before in moving]
         unknown = [buffer for buffer, as_before in moving if as_before and buffer.is_lost()]
-        begun = [(buffer, copy, version_of(copy)) for buffer, copy in copies]
+        begun = [(*copy, version_of(copy[1])) for copy, (_, before) in zip(copies, moving, strict=True) if not before]
         older = [(buffer, buffer.then()) for buffer in self._same if buffer.changed_since()]
         lost = [buffer for buffer, old in older if old is None]
         copies += [(buffer, old) for buffer, old in older if old is not None]
@@ -232,9 +232,9 @@ class Buffers:
             try:
                 yield
             except BaseException:
-                self._learn(begun, told, whole=False)
+                self._learn(begun, whole=False)
                 raise
-            self._learn(begun, told, whole=True)
+            self._learn(begun, whole=True)
 
     @contextlib.contextmanager
     def copies_of_now(self) -> Iterator[None]:
@@ -259,17 +259,17 @@ class Buffers:
         finally:
             self.put_back(count)
 
-    def _learn(self, put_in: list[tuple[_Buffer, torch.Tensor, int]], told: bool, whole: bool) -> None:
-        """Note which buffers a recompute has changed, a `whole` one or the begin of one."""
-        for buffer, copy, version in put_in if told else ():
-            known = _repeating.of(buffer.module)
-            if not buffer.seen or known.get(buffer.name):
+    def _learn(self, put_in: list[tuple[_Buffer, torch.Tensor, int]], whole: bool) -> None:
+        """Note which buffers a recompute has changed that had values of now, a `whole` one or the begin of one."""
+        for buffer, copy, version in put_in:
+            if not buffer.seen:
                 continue
             changes = buffer.module._buffers.get(buffer.name) is not copy or version_of(copy) != version
             if changes:
-                self.misled = True  # it began with the value of now
-            if changes or whole:
-                known[buffer.name] = changes
+                self.misled = True
+            if changes or whole:  # a region inside may have learned it first
+                known = _repeating.of(buffer.module)
+                known[buffer.name] = changes or known.get(buffer.name, False)
 
 
 class _Unread(Watch):  # type: ignore[no-untyped-call]
