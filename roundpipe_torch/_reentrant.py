@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,7 @@ from ._errors import (
     wrong_option,
 )
 from ._frames import Options
-from ._hooks import Hooked, Resting, gradient_nodes, left_since, now
+from ._hooks import Hooked, Resting, gradient_nodes, is_hooked, left_since, now
 from ._inputs import restored
 from ._keep import Kept, forget_with, release
 from ._leaves import gradients, leaves_behind
@@ -150,10 +150,15 @@ class _Region:
         if self.outermost:
             held(self.slot, tensors, {}, self.parcel)
         nodes = gradient_nodes(mark, self.function, (*tensors, *self.leaves))
-        return *self._given(leaves, tensors, ends, begun), nodes
+        return *self._given(leaves, tensors, ends, begun, phase is Phase.RECOMPUTE), nodes
 
     def _given(
-        self, leaves: list[Any], tensors: tuple[torch.Tensor, ...], ends: list[tuple[Any, int]], begun: int
+        self,
+        leaves: list[Any],
+        tensors: tuple[torch.Tensor, ...],
+        ends: list[tuple[Any, int]],
+        begun: int,
+        in_backward: bool,
     ) -> tuple[list[tuple[torch.Tensor, bool]], list[torch.Tensor]]:
         """The tensors of the outputs, each with whether it carries gradient, and the leaves that the closure gave.
 
@@ -162,6 +167,7 @@ class _Region:
             tensors: the arguments.
             ends: node and output number of each, as they were when the forward began.
             begun: the number of the forward's first node.
+            in_backward: it is a part of a recompute, whose backward asks for all outputs at once, and no hook.
         """
         self.output_leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -178,6 +184,9 @@ class _Region:
                 tensor.requires_grad and not reached.get(end, id(tensor) in known)
                 for tensor, end in zip(tensors, ends, strict=True)
             ]
+        if behind is not None and not in_backward and any(map(is_hooked, behind)):  # which would be called with None
+            always = _behind_each(outputs, reached, begun)
+            behind = [leaf for leaf in behind if id(leaf) in always or not is_hooked(leaf)]
         own = {id(tensor) for tensor in tensors}
         taken = [weakref.ref(leaf) for leaf in behind or () if id(leaf) not in own]
         del outputs, behind
@@ -366,6 +375,14 @@ def _add(region: _Region, found: list[tuple[torch.Tensor, torch.Tensor]]) -> Non
     found.clear()
     if any(other() is not None for other in others):
         raise accumulates_only(region.slot.label)
+
+
+def _behind_each(outputs: list[torch.Tensor], ends: Iterable[tuple[Any, int]], begun: int) -> set[int]:
+    """The leaves that each of the outputs depends on which carry gradient, by identity."""
+    found = (
+        leaves_behind([out], dict.fromkeys(ends, False), begun, _accumulates) for out in outputs if out.requires_grad
+    )
+    return set.intersection(*({id(leaf) for leaf in leaves or ()} for leaves in found))
 
 
 def _accumulates(node: Any) -> bool:

@@ -25,13 +25,18 @@ from tests.on_torch.oracle import same
 from tests.on_torch.programs import (
     DEFAULT,
     REENTRANT,
+    Branch,
+    Call,
+    Decide,
     Do,
     FaultError,
     Force,
     HaltError,
     Hook,
+    HookWeight,
     Keep,
     Kinds,
+    Layer,
     Linear,
     Machine,
     Program,
@@ -294,19 +299,40 @@ def _layer(*steps: Any) -> Region:
     return Region("checkpoint", steps, "positional", "tensor")
 
 
+WEIGHT = Layer("checkpoint", (Linear(1), HookWeight(1, False)), None, False)
+BUFFER = Layer("checkpoint", (), "buffer", False)
+
+
 @pytest.mark.parametrize(
-    ("layer", "refused"),
+    ("program", "flow", "refused"),
     [
-        (_layer(Within("inference", (Keep((Hook(bare=True),)),))), False),
-        (_layer(Hook(bare=True), Force(()), _layer(Force(()))), False),
-        (_layer(Sort(True), Do("detach", 2), Force((Sort(True), _layer(), _layer(Sort(True))))), True),
+        (Program(_layer(Within("inference", (Keep((Hook(bare=True),)),)))), one_backward, False),
+        (Program(_layer(Hook(bare=True), Force(()), _layer(Force(())))), one_backward, False),
+        (
+            Program(_layer(Sort(True), Do("detach", 2), Force((Sort(True), _layer(), _layer(Sort(True)))))),
+            one_backward,
+            True,
+        ),
+        (
+            Program(_layer(Branch(Decide("seed"), ((Call(0),),)), _layer(Call(0), Force(()))), (BUFFER,)),
+            one_backward,
+            False,
+        ),
+        (Program(Region("reentrant", (Call(0),), "positional", "dataclass"), (WEIGHT,)), each_output, False),
     ],
-    ids=["a hook in inference mode", "hooks of a forward under way", "indices of a forward under way"],
+    ids=[
+        "a hook in inference mode",
+        "hooks of a forward under way",
+        "indices of a forward under way",
+        "buffers that a region inside knows",
+        "a hooked weight behind one output",
+    ],
 )
-def test_programs_that_were_wrong(layer: Region, refused: bool) -> None:
+def test_programs_that_were_wrong(program: Program, flow: Flow, refused: bool) -> None:
     tally = Tally()
-    check(Program(layer), one_backward, 13, tally)
+    check(program, flow, 13, tally)
     assert tally.count["refused, for a force"] == refused
+    assert tally.count["right"] == (not refused)
 
 
 def test_the_default_engine() -> None:
