@@ -112,6 +112,8 @@ def adopted(array: Any, dtype: Any = None) -> Any:
         if dtype is not None and array.dtype != dtype:
             raise TypeError(f"is {array.dtype}, not {dtype}, and its values are not known while it is traced")
         return array
+    if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):  # which no protocol knows
+        return array
     foreign = origin_of(array) not in ("jax", "numpy")
     if isinstance(array, HostArray):
         array = np.frombuffer(array.data, jnp.dtype(array.dtype)).reshape(array.shape)

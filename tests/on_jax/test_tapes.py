@@ -649,6 +649,19 @@ def test_the_replayed_step_does_not_route(style: str, build: Any, tape: Tape) ->
     assert "top_k" in jax.jit(jax.grad(model)).lower(PARAMS, X).as_text()
 
 
+def test_a_key_that_is_decided_outside_of_layers() -> None:
+    def decided(seed: int, impl: str | None = None) -> Any:
+        (key,) = save_for_recompute(jax.random.key(seed, impl=impl))
+        return jax.random.key_data(key)
+
+    with record() as tape:
+        want = decided(3)
+    with replay(tape):
+        assert (decided(4) == want).all()
+    with pytest.raises(TapeError, match=r"key<fry>, where the layer decides key<rbg>"), replay(tape):
+        decided(3, "rbg")
+
+
 def test_numpy_and_key_decisions() -> None:
     @remat
     def layer(x: Any, key: Any) -> Any:
