@@ -188,7 +188,7 @@ class Frame:
             recompute_on_arrival(self, outputs, first)
         elif needed and self._options.early_stop and self._verified:
             stop_at = self.stop_at = needed[-1]
-            self.runs_out = cheap_tail(outputs, self.trace.number(stop_at))
+            self.runs_out = cheap_tail(self._function, outputs, self.trace.number(stop_at))
         if not self._verified and phase is Phase.FORWARD:
             self._outputs = Audit.copy(outputs)
         self.returned = True

@@ -16,6 +16,7 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 from operator import call
 from types import CodeType, FrameType
@@ -268,15 +269,51 @@ _CHEAP = frozenset(
 """Nodes of operations whose work is as large as what they return."""
 
 
-def cheap_tail(outputs: Any, number: int) -> bool:
+def cheap_tail(function: Any, outputs: Any, number: int) -> bool:
     """Whether the operation of node `number`, and all after it, were little work.
 
-    To run those again is faster than to leave them out by an exception, which passes through autograd.
+    To run those again is faster than to leave them out by an exception, which passes through autograd. Found out once
+    for a function: torch 2.13 frees a graph one node inside the other where somebody has looked at each of its nodes,
+    and the stack ends after some ten thousand.
     """
-    if type(outputs) is not torch.Tensor or outputs.grad_fn is None or outputs.numel() > _SMALL:
+    if type(outputs) is not torch.Tensor or not outputs.requires_grad or outputs.numel() > _SMALL:
         return False
     left = node_count() - number
-    waiting: list[Any] = [outputs.grad_fn] if left <= _FEW else []
+    if left > _FEW:
+        return False
+    key = (*_named(function), left)
+    known = _tails.get(key)
+    if known is None:
+        if len(_tails) > _MOST_TAILS:
+            _tails.clear()
+        known = _tails[key] = _is_cheap(outputs.grad_fn, number, left)
+    return known
+
+
+def _named(function: Any) -> tuple[Any, ...]:
+    """What a function is known by, also if it is made anew for each call. Taken for another, it costs time only."""
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return (id(function),)
+    cells = getattr(function, "__closure__", None) or ()
+    return code, id(getattr(function, "__self__", None)), *map(_held_by, cells)
+
+
+def _held_by(cell: Any) -> int:
+    try:
+        return id(cell.cell_contents)
+    except ValueError:  # not filled yet
+        return 0
+
+
+_tails: dict[tuple[Any, ...], bool] = {}
+_MOST_TAILS = 1000
+
+
+def _is_cheap(last: Any, number: int, left: int) -> bool:
+    waiting = [] if last is None else [last]
     found = set()
     while waiting:
         node = waiting.pop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from roundpipe_torch import (
     CheckpointMismatchError,
     MismatchError,
     MutationError,
+    _matching,
     checkpoint,
     doing_recompute,
     get_recompute_data,
@@ -670,3 +672,27 @@ def test_a_parameter_made_anew_that_stays_beyond_the_run_is_refused() -> None:
     with pytest.raises(CheckpointMismatchError, match="used another parameter than the forward") as caught:
         checkpoint(layer, x).sum().backward()
     assert "A parameter that the layer makes anew in each run may not be kept beyond the run." in str(caught.value)
+
+
+def test_the_end_of_a_layer_is_looked_at_once(monkeypatch) -> None:
+    """Torch 2.13 overflows the stack where it frees a long graph of which somebody has looked at each node."""
+    looked, look = [], _matching._is_cheap
+    monkeypatch.setattr(_matching, "_is_cheap", lambda *args: looked.append(args) or look(*args))
+    w, x = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2)
+
+    def layer(x):
+        return torch.tanh(x @ w) * 2
+
+    for _ in range(5):
+        x = checkpoint(layer, x)
+    assert len(looked) == 1
+    for _ in range(2):
+        x = checkpoint(partial(lambda x: layer(x)), x)  # made anew for each call
+    assert len(looked) == 2
+
+    def with_a_cell_not_filled_yet(x):
+        return layer(x) if x.numel() else later
+
+    checkpoint(with_a_cell_not_filled_yet, x)
+    assert len(looked) == 3
+    later = None
