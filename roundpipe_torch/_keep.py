@@ -320,7 +320,7 @@ def _first(run: Any, kept: Kept, call: _Call, isolated: bool, waiting: list[Argu
     given = call.given(isolated, kept.grads)
     met, taken, begun, mark = run.met(), run.taken.copy(), node_count(), now()
     versions = [version_of(tensor) for tensor in given]
-    kept.site.ship = run.ship
+    kept.site.ship = weakref.WeakMethod(run.ship)  # the run holds the slot, and the slot the site
     try:
         outputs, kept.residuals = _ran(run, kept.site, call, given, waiting)
         kept.site.reruns = False

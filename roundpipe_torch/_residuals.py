@@ -16,6 +16,10 @@ from ._views import Origins, View, storage_of
 __all__ = ["Argument", "Held", "Packer", "Site", "unpack", "whole_of"]
 
 
+def _nobody() -> None:
+    """What a site asks that has nobody to ship for it."""
+
+
 class Site:
     """A call of `keep`, as the tensors that it holds know it: not with its outputs, whose graph holds the tensors."""
 
@@ -26,18 +30,18 @@ class Site:
         self.forward = weakref.ref(run.outermost())  # alive while it runs
         self.running = True
         self.reruns = True  # until it has returned: what fails here fails in the recompute too
-        self.ship: Callable[[torch.Tensor], Shipped | None] | None = None
+        self.ship: Callable[[], Callable[[torch.Tensor], Shipped | None] | None] = _nobody
         self._handles: list[RemovableHandle] = []
         self._moved: dict[Any, tuple[torch.Tensor, Shipped]] = {}
 
     def hold(self, tensor: torch.Tensor) -> Here | Shipped:
         """`tensor`, without its graph, here or in host memory; there only once."""
-        key = storage_of(tensor)
-        if self.ship is None or key is None:
+        ship, key = self.ship(), storage_of(tensor)
+        if ship is None or key is None:
             return Here(tensor)
         view = (key, tensor.storage_offset(), tensor.shape, tensor.stride())
         if view not in self._moved:
-            moved = self.ship(tensor)
+            moved = ship(tensor)
             if moved is None:
                 return Here(tensor)
             self._moved[view] = tensor.detach(), moved  # while its memory is held, no other tensor gets it
@@ -45,7 +49,7 @@ class Site:
 
     def close(self) -> None:
         """Nothing more to hold."""
-        self.ship = None
+        self.ship = _nobody
         self._moved.clear()
 
     def asked(self) -> None:

@@ -217,8 +217,8 @@ def test_an_error_at_any_line_comes_through_and_leaves_nothing(program, way, err
             at.came_through(raised)
         assert left_behind() == clean, f"line {n}"
         steps.clear()
-        if program in (stateful, watched) and live():
-            gc.collect()  # an error in the very line that breaks a cycle: of a run and its watch, of what is kept
+        if program is watched and live():
+            gc.collect()  # an error in the very line that breaks the cycle of a run and its watch
         assert live() == 0, f"line {n}: kept alive"
         same(step(), want, f"after line {n}")
         steps.clear()
