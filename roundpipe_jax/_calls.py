@@ -648,9 +648,10 @@ class Call:
         return found.shape.join(self._in_reverse(lambda: lane(outputs, taped.arrays, inputs)))
 
     def _replay_program(self, taped: Taped) -> Program:
+        known = taped.key
         try:
             return self._looking(
-                ("replay", taped.key, updated.value) if taped.key is not None else None,
+                ("replay", known, updated.value) if known is not None else None,
                 functools.partial(_replayed_in, taped.skeleton, taped.axes),
                 [*taped.arrays, *self.arrays],
             )

@@ -9,7 +9,7 @@ A hook's key is its number among all, which tells when it was registered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,9 +69,14 @@ def gradient_nodes(mark: int, function: Callable[..., Any], args: Sequence[Any])
 
 def take_off(mark: int, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Take off the hooks that were registered since `mark` on tensors that a call can reach."""
-    for added in [*hooked_since(mark, function, args, kwargs)]:
-        for key in added.new:
-            added.hooks.pop(key, None)
+    _pop([*hooked_since(mark, function, args, kwargs)])
+
+
+def _pop(added: Iterable[Hooked], but: Collection[int] = ()) -> None:
+    for again in added:
+        for key in again.new:
+            if key not in but:
+                again.hooks.pop(key, None)
 
 
 def is_hooked(tensor: torch.Tensor) -> bool:
@@ -153,10 +158,7 @@ class Resting:
             return
         added = [*hooked_since(self._mark, *self._call)]
         taken = {key for hooks, then in self._before for key in _put_back(hooks, then, self._mark)}
-        for again in added:
-            for key in again.new:
-                if key not in taken:
-                    again.hooks.pop(key, None)
+        _pop(added, taken)
 
 
 def _put_back(hooks: _Hooks, then: _Hooks, mark: int) -> list[int]:
