@@ -17,9 +17,8 @@ A buffer is replaced for the time of the recompute, not written: others may have
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.jit import ScriptModule
@@ -30,6 +29,7 @@ from roundpipe_core._slots import Slot
 from roundpipe_core._trees import flatten
 
 from ._errors import buffer_changed, buffer_unknown, user_line
+from ._notes import Notes
 from ._state import DrawWatch, Watch, modules_of
 from ._views import version_of
 
@@ -44,26 +44,10 @@ _SMALL = 1 << 16
 """Bytes up to which a buffer is copied before each forward and for each recompute: not every write can be seen."""
 
 
-class _Notes(Generic[K]):
-    """What is known of each module's buffers, while it lives. By identity: modules may be equal, or not comparable."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, tuple[weakref.ref[torch.nn.Module], dict[K, bool]]] = {}
-
-    def of(self, module: torch.nn.Module) -> dict[K, bool]:
-        """To be read and written."""
-        key = id(module)
-        held = self._held.get(key)
-        if held is None:
-            found = weakref.ref(module, lambda _: self._held.pop(key, None))
-            held = self._held.setdefault(key, (found, {}))  # another thread may have been here meanwhile
-        return held[1]
-
-
-_changing: _Notes[tuple[str, bool]] = _Notes()
+_changing: Notes[tuple[str, bool]] = Notes()
 """Of larger buffers: whether a forward has ever changed them, in training (True) and in evaluation (False)."""
 
-_repeating: _Notes[str] = _Notes()
+_repeating: Notes[str] = Notes()
 """Of buffers that a forward changed: whether a recompute of a layer that asks for its phase does so too."""
 
 Moved = tuple[torch.nn.Module, str, torch.Tensor]

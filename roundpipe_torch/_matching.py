@@ -16,10 +16,9 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import pairwise
 from operator import call
-from types import CodeType, FrameType
+from types import CodeType, FrameType, MethodType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -28,6 +27,7 @@ import torch
 from roundpipe_core._slots import is_ours
 
 from ._errors import user_line
+from ._notes import Notes
 
 node_count: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """Autograd nodes that this thread has made."""
@@ -273,43 +273,26 @@ def cheap_tail(function: Any, outputs: Any, number: int) -> bool:
     """Whether the operation of node `number`, and all after it, were little work.
 
     To run those again is faster than to leave them out by an exception, which passes through autograd. Found out once
-    for a function: torch 2.13 frees a graph one node inside the other where somebody has looked at each of its nodes,
-    and the stack ends after some ten thousand.
+    for a function, while that lives: torch 2.13 frees a graph one node inside the other where somebody has looked at
+    each of its nodes, and the stack ends after some ten thousand.
     """
     if type(outputs) is not torch.Tensor or not outputs.requires_grad or outputs.numel() > _SMALL:
         return False
     left = node_count() - number
     if left > _FEW:
         return False
-    key = (*_named(function), left)
-    known = _tails.get(key)
-    if known is None:
-        if len(_tails) > _MOST_TAILS:
-            _tails.clear()
-        known = _tails[key] = _is_cheap(outputs.grad_fn, number, left)
-    return known
-
-
-def _named(function: Any) -> tuple[Any, ...]:
-    """What a function is known by, also if it is made anew for each call. Taken for another, it costs time only."""
-    while isinstance(function, partial):
-        function = function.func
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return (id(function),)
-    cells = getattr(function, "__closure__", None) or ()
-    return code, id(getattr(function, "__self__", None)), *map(_held_by, cells)
-
-
-def _held_by(cell: Any) -> int:
+    owner, name = (function.__self__, function.__func__) if isinstance(function, MethodType) else (function, None)
     try:
-        return id(cell.cell_contents)
-    except ValueError:  # not filled yet
-        return 0
+        known = _tails.of(owner)
+    except TypeError:  # nobody can tell when it is gone
+        return _is_cheap(outputs.grad_fn, number, left)
+    found = known.get((name, left))
+    if found is None:
+        found = known[name, left] = _is_cheap(outputs.grad_fn, number, left)
+    return found
 
 
-_tails: dict[tuple[Any, ...], bool] = {}
-_MOST_TAILS = 1000
+_tails: Notes[tuple[Any, int]] = Notes()
 
 
 def _is_cheap(last: Any, number: int, left: int) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -686,13 +685,23 @@ def test_the_end_of_a_layer_is_looked_at_once(monkeypatch) -> None:
     for _ in range(5):
         x = checkpoint(layer, x)
     assert len(looked) == 1
-    for _ in range(2):
-        x = checkpoint(partial(lambda x: layer(x)), x)  # made anew for each call
-    assert len(looked) == 2
 
-    def with_a_cell_not_filled_yet(x):
-        return layer(x) if x.numel() else later
+    def ending_in(operation):
+        return lambda x: operation(layer(x))
 
-    checkpoint(with_a_cell_not_filled_yet, x)
+    for operation in (torch.tanh, torch.sin):  # functions of one code
+        checkpoint(ending_in(operation), x)
     assert len(looked) == 3
-    later = None
+    module = nn.Tanh()
+    for _ in range(3):
+        x = checkpoint(module.forward, x)  # another object each time
+    assert len(looked) == 4
+
+    class Slotted:
+        __slots__ = ()
+
+        def __call__(self, x):
+            return layer(x)
+
+    checkpoint(Slotted(), x)
+    assert len(looked) == 5
