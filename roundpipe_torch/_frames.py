@@ -297,14 +297,17 @@ class Frame:
         """Give the holders still alive the values of their partners."""
         forward = self.trace
         weights, again = forward.leaves, recompute.leaves
-        laid = forward.layouts or recompute.layouts
+        alike = weights == again and not (forward.layouts or recompute.layouts)
         for ours, theirs in pairs.items():
             holder, partner = forward.refs[ours](), recompute.refs[theirs]()
             if holder is not None and partner is not None:
-                holder.value, holder.version = partner.value, partner.version
+                holder.value, holder.version, holder.doubt = partner.value, partner.version, None
+                if alike and ours == theirs:
+                    continue
                 then, now = weights.get(ours), again.get(theirs)
-                holder.doubt = None if then == now else self._leaf_fault(ours, then, now, partner.value)
-                if laid and forward.layouts.get(ours) != recompute.layouts.get(theirs):
+                if then != now:
+                    holder.doubt = self._leaf_fault(ours, then, now, partner.value)
+                if forward.layouts.get(ours) != recompute.layouts.get(theirs):
                     partner.recompute.relaid = ours
 
     def guess(self, guesses: Pairs, recompute: Trace, outputs: Any) -> None:
@@ -367,7 +370,7 @@ class Frame:
 
     def inputs(self) -> tuple[list[Any], dict[str, Any]]:
         """The arguments as the forward got them."""
-        return restored(self.slot.label, self._inputs.restore)
+        return restored(self.slot, self._inputs.restore)
 
 
 class _Recompute:

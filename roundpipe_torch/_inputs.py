@@ -34,15 +34,15 @@ def line_up(slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     slot.line_up([tuple(tensor.shape) for tensor in tensors], device)
 
 
-def restored(layer: str, restore: Callable[[], T]) -> T:
-    """What `restore` gives of the arguments that autograd keeps for `layer`."""
+def restored(slot: Slot, restore: Callable[[], T]) -> T:
+    """What `restore` gives of the arguments that autograd keeps for the layer of `slot`."""
     try:
         return restore()
     except RoundPipeError:
         raise
     except RuntimeError as error:
         if "modified by an inplace operation" in str(error):
-            raise input_changed(layer, error) from error
+            raise input_changed(slot.label, error) from error
         raise
 
 

@@ -84,6 +84,12 @@ In this order, so that two of them can be compared: the values of tensors are ne
 """
 
 
+# What most traces never change. Not to be written to.
+_NONE: dict[Any, Any] = {}
+_FIRST_START = [0]
+_FIRST_POINT: list[tuple[Any, int]] = [(None, 0)]
+
+
 class Trace:
     """The packs of one run, and where its segments begin."""
 
@@ -97,22 +103,25 @@ class Trace:
     _of: Trace | None = None
     _regions = 0
     """That have ended."""
+    _bases: list[tuple[int, int]] | None = None
+    """From which pack on the nodes are counted from where, if not all from `base`."""
+    makers: dict[int, tuple[str, int]] = _NONE
+    """Name and place of the node that made each pack, once told."""
+    layouts: dict[int, tuple[int, ...]] = _NONE
+    """Strides of each pack, once told."""
+    constants: dict[int, tuple[ref[torch.Tensor], int]] = _NONE
+    """Tensors without gradient that the forward saved, and their versions then."""
+    standing: dict[tuple[int, int], tuple[str, int]] = _NONE
+    """Makers of what stands for outputs of another node."""
 
     def __init__(self, debug: bool, locating: bool, of: Trace | None = None) -> None:
         """`of`: the forward's, for a recompute."""
         self.refs: list[Any] = []  # weak references to the holders
         self.packs: list[_Pack] = []
-        self.starts: list[int] = [0]
-        self.points: list[tuple[Any, int]] = [(None, 0)]
+        self.starts, self.points = _FIRST_START, _FIRST_POINT
         """Where each segment begins: the last point that both phases know, and how often the layer asked since."""
         self.base = self.begun = node_count()
-        self._bases = [(0, self.base)]  # from which pack on the nodes are counted from where
-        self.makers: dict[int, tuple[str, int]] = {}  # name and place of the node that made each pack, once told
-        self.layouts: dict[int, tuple[int, ...]] = {}  # strides of each pack, once told
         self.leaves: dict[int, Leaf] = {}
-        self.constants: dict[int, tuple[ref[torch.Tensor], int]] = {}
-        """Tensors without gradient that the forward saved, and their versions then."""
-        self.standing: dict[tuple[int, int], tuple[str, int]] = {}  # makers of what stands for outputs of another node
         self._located_from: int = sys.maxsize  # the first pack of which the place is noted
         if of is not None:
             self._of, self._located_from = of, of._untold
@@ -123,6 +132,8 @@ class Trace:
 
     def _count_from(self, base: int) -> None:
         """Count nodes from here."""
+        if self._bases is None:
+            self._bases = [(0, self.base)]
         self.base = base
         self._bases.append((len(self.packs), base))
 
@@ -141,9 +152,14 @@ class Trace:
             if weight is tensor or (weight is not None and weight.is_leaf):
                 self.leaves[n] = id(weight), weight._version, ref(weight)
         elif self._of is None:
-            self.constants[n] = ref(tensor), tensor._version
+            self._constant(n, tensor)
         line = self._located(n, tensor) if n >= self._located_from else None
         self.packs.append((tensor.shape, tensor.dtype, tensor.device, nodes, line))
+
+    def _constant(self, n: int, tensor: torch.Tensor) -> None:
+        if self.constants is _NONE:
+            self.constants = {}
+        self.constants[n] = ref(tensor), tensor._version
 
     def _located(self, n: int, tensor: torch.Tensor) -> int | None:
         """The line that makes pack `n`, if the layer knows its phase."""
@@ -155,18 +171,22 @@ class Trace:
 
     def number(self, pack: int) -> int:
         """Of the node that saves a pack."""
-        begin = bisect_right(self._bases, (pack, sys.maxsize)) - 1
-        return self._bases[begin][1] + self.packs[pack][3] - 1
+        base = self.base
+        if self._bases is not None:
+            base = self._bases[bisect_right(self._bases, (pack, sys.maxsize)) - 1][1]
+        return base + self.packs[pack][3] - 1
 
     def witness(self, tensor: torch.Tensor) -> None:
         """Note a pack for its layout or version alone: one of a region inside, or one that nothing is matched with."""
         if self.told_at >= 0:
             self.add(len(self.packs), self, tensor)
         elif not tensor.requires_grad:
-            self.constants[len(self.constants)] = ref(tensor), tensor._version
+            self._constant(len(self.constants), tensor)
 
     def _origin(self, n: int, tensor: torch.Tensor) -> int:
         """Note what made pack `n`, and how it lies in memory. Returns its line."""
+        if self.layouts is _NONE:
+            self.makers, self.layouts = {}, {}
         node = tensor.grad_fn
         if node is not None:
             made = self.maker(tensor) if self.standing else (node.name(), node._sequence_nr() - self.begun)
@@ -188,6 +208,8 @@ class Trace:
 
     def stand_in(self, outputs: Sequence[torch.Tensor], makers: Sequence[tuple[str, int]]) -> None:
         """Take `outputs` for made by the nodes `makers`, which this run leaves out."""
+        if self.standing is _NONE:
+            self.standing = {}
         for output, maker in zip(outputs, makers, strict=False):
             if output.grad_fn is not None:
                 self.standing[output.grad_fn._sequence_nr(), output.output_nr] = maker
@@ -233,6 +255,8 @@ class Trace:
 
     def split(self, point: Any = None) -> None:
         """Begin a segment: from here on the other phase may run other code. `point`: see `Run.consulted`."""
+        if self.starts is _FIRST_START:
+            self.starts, self.points = [*_FIRST_START], [*_FIRST_POINT]
         known, asked = self.points[-1]
         if point is REGION:
             self._regions += 1

@@ -199,7 +199,7 @@ class _Region:
         """The arguments as the forward got them."""
         if self.wrote:
             raise input_changed(self.slot.label, None)
-        tensors: tuple[torch.Tensor, ...] = restored(self.slot.label, lambda: ctx.saved_tensors)
+        tensors: tuple[torch.Tensor, ...] = restored(self.slot, lambda: ctx.saved_tensors)
         weights = ((ref(), version) for ref, version in self.weights)
         changed = [weight for weight, version in weights if weight is not None and weight._version != version]
         if self.trace.told_at < 0:  # else the recompute may do without them

@@ -33,6 +33,7 @@ __all__ = [
     "equal",
     "generators_of",
     "modules_of",
+    "reaches_nothing",
     "replayed",
     "tensors_of",
 ]
@@ -288,6 +289,15 @@ def _reached(function: Any, leaves: Iterable[Any], kinds: type | tuple[type, ...
 
 _LEAD_NOWHERE = frozenset({type(None), type, types.ModuleType, types.BuiltinFunctionType})
 """What most names of a function's globals stand for."""
+
+
+def reaches_nothing(function: Any) -> bool:
+    """Whether a plain function has only what leads nowhere, which most of those have that are no modules."""
+    return (
+        type(function) is types.FunctionType
+        and not (function.__closure__ or function.__defaults__ or function.__kwdefaults__ or function.__dict__)
+        and _LEAD_NOWHERE.issuperset(map(type, map(function.__globals__.get, function.__code__.co_names)))
+    )
 
 
 def _is_beside(function: types.FunctionType, value: Any) -> bool:
