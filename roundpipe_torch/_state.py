@@ -293,11 +293,15 @@ _LEAD_NOWHERE = frozenset({type(None), type, types.ModuleType, types.BuiltinFunc
 
 def reaches_nothing(function: Any) -> bool:
     """Whether a plain function has only what leads nowhere, which most of those have that are no modules."""
-    return (
-        type(function) is types.FunctionType
-        and not (function.__closure__ or function.__defaults__ or function.__kwdefaults__ or function.__dict__)
-        and _LEAD_NOWHERE.issuperset(map(type, map(function.__globals__.get, function.__code__.co_names)))
-    )
+    if type(function) is not types.FunctionType:
+        return False
+    if function.__closure__ or function.__defaults__ or function.__kwdefaults__ or function.__dict__:
+        return False
+    for value in map(function.__globals__.get, function.__code__.co_names):
+        kind = type(value)
+        if kind not in _LEAD_NOWHERE and (kind is not types.FunctionType or _is_beside(function, value)):
+            return False
+    return True
 
 
 def _is_beside(function: types.FunctionType, value: Any) -> bool:
