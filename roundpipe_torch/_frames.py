@@ -137,7 +137,7 @@ class Frame:
                 self._inputs = Inputs(args, kwargs)
         values = (*args, *kwargs.values())
         self._generators = Generators(generators_of(function, values)) if options.preserve_rng_state else None
-        self._buffers = Buffers.of(function, () if self._inputs.plain else values)
+        self._buffers = Buffers.of(function, values)
         self._ambient = Ambient()
         self._lock = RLock()
         self._hooked: Sequence[Hooked] = ()  # tensors from before it that the forward has put hooks on

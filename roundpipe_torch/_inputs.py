@@ -53,14 +53,14 @@ class Inputs:
     around the region see them, and an outer region does not keep them alive.
     """
 
-    __slots__ = ("_kept", "_names", "_positional", "_specs", "plain")
+    __slots__ = ("_kept", "_names", "_plain", "_positional", "_specs")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._specs: tuple[Spec, ...] | None = None
         self._names, self._positional = tuple(kwargs), len(args)
         leaves: Sequence[Any] = (*args, *kwargs.values())
-        self.plain = _TENSORS.issuperset(map(type, leaves))  # no containers, and no tensors that hold others
-        if self.plain:
+        self._plain = _TENSORS.issuperset(map(type, leaves))  # no containers, and no tensors that hold others
+        if self._plain:
             self._kept = [*map(save_tensor, leaves, repeat(False))]
             return
         for value in leaves:
@@ -74,7 +74,7 @@ class Inputs:
         """The arguments, in new containers."""
         leaves: list[Any] = (
             [*map(SavedTensor.unpack, self._kept)]
-            if self.plain
+            if self._plain
             else [leaf.unpack() if isinstance(leaf, SavedTensor) else leaf for leaf in self._kept]
         )
         if self._specs is not None:

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from operator import call, methodcaller
 from typing import Any, ClassVar, TypeVar
@@ -33,7 +33,6 @@ __all__ = [
     "equal",
     "generators_of",
     "modules_of",
-    "reaches_nothing",
     "replayed",
     "tensors_of",
 ]
@@ -236,12 +235,14 @@ _MOST_SEARCHED = 256
 """Longer containers hold data, not layers."""
 
 
-def modules_of(function: Any, leaves: Iterable[Any]) -> Iterator[torch.nn.Module]:
+def modules_of(function: Any, leaves: Collection[Any]) -> Iterator[torch.nn.Module]:
     """The modules that a call can reach.
 
     They are itself, its bound object, its partial, its closure and defaults, modules among the globals that it names
     and what functions among these can reach, its arguments, and what of these is in a list, tuple or dict.
     """
+    if _PLAIN.issuperset(map(type, leaves)) and _reaches_nothing(function):
+        return iter(())
     return _reached(function, leaves, torch.nn.Module)
 
 
@@ -289,10 +290,12 @@ def _reached(function: Any, leaves: Iterable[Any], kinds: type | tuple[type, ...
 
 _LEAD_NOWHERE = frozenset({type(None), type, types.ModuleType, types.BuiltinFunctionType})
 """What most names of a function's globals stand for."""
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str, object})
+"""What most arguments are."""
 
 
-def reaches_nothing(function: Any) -> bool:
-    """Whether a plain function has only what leads nowhere, which most of those have that are no modules."""
+def _reaches_nothing(function: Any) -> bool:
+    """Whether all that a function has leads nowhere, as of most of those that are no methods."""
     if type(function) is not types.FunctionType:
         return False
     if function.__closure__ or function.__defaults__ or function.__kwdefaults__ or function.__dict__:
