@@ -61,8 +61,9 @@ from ._runs import (
     updated,
 )
 from ._staging import Program, Traces, hint, hinted, memory, stage
-from ._tags import lead_through_tags, updates_in
+from ._tags import lead_through_tags
 from ._taped import Reads, Taped, reads, without_axes
+from ._updates import unfit_updates, unfit_updates_in, updates_in
 from ._verify import verified
 
 __all__ = ["Call", "Mode", "Options", "Verify", "labelled"]
@@ -383,7 +384,7 @@ class Call:
     def _staged(self, slot: Slot) -> Any:
         program = self._program("forward", Layer.forward_program, self.arrays)
         found: Forward = program.out[2].value
-        if not found.asked and found.template.empty and self.options.verify == "off" and not any(self.away):
+        if self._is_plain(program, found):
             return self._plain(program, found)
         program = self._led(program, found)
         run = program.run
@@ -427,7 +428,8 @@ class Call:
         if self.options.verify != "off":
             decide = functools.partial(self.layer.decided_again, template)
             label, how = label_of(self.label), self.options.verify
-            self.layer.begun(lambda: verified(label, how, decide, outputs, shape, saved, template, self.arrays))
+            with updated(True):
+                self.layer.begun(lambda: verified(label, how, decide, outputs, shape, saved, template, self.arrays))
         consts = forward.consts if forward is not None else []
         return shape.join(self._in_reverse(lambda: lane(outputs, saved, inputs, consts)))
 
@@ -481,8 +483,14 @@ class Call:
             found.made[key] = lane
         return lane
 
+    def _is_plain(self, program: Program, found: Forward) -> bool:
+        """Whether the layer knows nothing of phases, so that one program serves both."""
+        if found.asked or not found.template.empty or unfit_updates_in(program.jaxpr.jaxpr):
+            return False
+        return self.options.verify == "off" and not any(self.away)
+
     def _plain(self, program: Program, found: Forward) -> Any:
-        """Exactly `jax.checkpoint`: the layer knows nothing of phases."""
+        """Exactly `jax.checkpoint`."""
         return found.shape.join(self._checkpointed(program, found, program, self.options.policy))
 
     def _tagged(self, slot: Slot, journal: Journal | None = None, outer: JaxRun | None = None) -> Any:
@@ -490,6 +498,7 @@ class Call:
             raise self.refusals.inner_save()
         try:
             program = self._tagged_program(slot, journal, outer)
+            found: Forward = program.out[1].value
         except _LOOKED as error:
             if any(map(is_abstract, self.arrays)):
                 raise  # nothing could have looked at these
@@ -502,9 +511,8 @@ class Call:
                     "inner function return the decisions and save them outside of it.",
                 )
             ) from error
-        if updates_in(program.jaxpr.jaxpr):
-            raise self._updates_inside(program.out[1].value)
-        found: Forward = program.out[1].value
+        if unfit_updates_in(program.jaxpr.jaxpr):
+            raise unfit_updates(label_of(self.label), [*self.refusals.at, *found.updates, *found.saves])
         led = self._led(program, found, journal, whole=outer is None)
         try:
             results = self._checkpointed(program, found, led, self._policy_for_tags(found, outer))
@@ -518,16 +526,6 @@ class Call:
             found.marked.fill(slot, dict(zip(names, stop_gradients(results[count:]), strict=True)))
             results = results[:count]
         return found.shape.join(results)
-
-    def _updates_inside(self, found: Forward) -> MismatchError:
-        return MismatchError(
-            message(
-                f"layer {label_of(self.label)!r}: it saves inside a scan, cond, vmap, while or jit, and there the "
-                "recompute too would make a callback from update_once.",
-                [*self.refusals.at, *found.updates, *found.saves],
-                "wrap the function in there in remat, instead of the layer around it; or return the state as a result.",
-            )
-        )
 
     def _policy_for_tags(self, found: Forward, outer: JaxRun | None) -> Any:
         plan, policy = self.options.offload, with_tags(self.options.policy)

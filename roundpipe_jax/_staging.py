@@ -20,6 +20,7 @@ from jax.interpreters import partial_eval
 from ._identity import reach
 from ._jax import current_trace, is_io, is_numpy, let_go, replaced
 from ._packing import Held
+from ._updates import lasting_with_updates, with_updates
 
 __all__ = ["Program", "Traces", "hint", "hinted", "memory", "stage"]
 
@@ -96,9 +97,9 @@ def stage(function: Callable[..., Any], args: Sequence[Any], known: Traces | Non
         for part in filter(_is_held, jax.tree.leaves(traced.out_info, is_leaf=_is_held)):
             part.left_to(known.found if lasts else [])
         if lasts:
-            return Program(traced.jaxpr, _changed(Held.again, traced.out_info), cached=True)
+            return Program(lasting_with_updates(traced.jaxpr), _changed(Held.again, traced.out_info), cached=True)
     jaxpr, out = jax.make_jaxpr(_traced(function), return_shape=True)(*args)
-    return Program(_on_its_own(jaxpr), _changed(Held.taken, out))
+    return Program(with_updates(_on_its_own(jaxpr)), _changed(Held.taken, out))
 
 
 def _traced(function: Callable[..., Any]) -> Callable[..., Any]:

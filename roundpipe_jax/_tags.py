@@ -20,10 +20,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from roundpipe_core._errors import MismatchError, message
 
 from ._jax import fresh_var, is_custom_vjp, named, replaced, scan_sizes, struct
-from ._names import SAVED, UPDATE
+from ._names import SAVED
 from ._sinks import is_sink, without_sinks
 
-__all__ = ["calls_custom_vjp", "lead_through_tags", "name_of", "names_in", "subprograms", "updates_in"]
+__all__ = ["calls_custom_vjp", "lead_through_tags", "name_of", "names_in", "subprograms", "with_subprograms"]
 
 _NOTHING: Mapping[str, Any] = {}
 _OUTER_OPERANDS = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint")
@@ -74,14 +74,6 @@ def calls_custom_vjp(jaxpr: Jaxpr) -> bool:
     return any(is_custom_vjp(eqn) or any(map(calls_custom_vjp, subprograms(eqn))) for eqn in jaxpr.eqns)
 
 
-def updates_in(jaxpr: Jaxpr) -> bool:
-    """Whether a program calls back to Python from `update_once`, at any depth."""
-    return any(
-        (bool(eqn.effects) and UPDATE in str(eqn.source_info.name_stack)) or any(map(updates_in, subprograms(eqn)))
-        for eqn in jaxpr.eqns
-    )
-
-
 def lead_through_tags(closed: ClosedJaxpr, layer: str, decided: Mapping[str, Any] = _NOTHING) -> ClosedJaxpr:
     """The same program, in which every use of a saved value reads its tag.
 
@@ -101,14 +93,14 @@ def _without_sinks(jaxpr: Jaxpr) -> Jaxpr:
     if effects == jaxpr.effects:
         return jaxpr
     eqns = [
-        replaced(eqn, params=_with_subprograms(eqn, _without_sinks), effects=without_sinks(eqn.effects))
+        replaced(eqn, params=with_subprograms(eqn, _without_sinks), effects=without_sinks(eqn.effects))
         for eqn in jaxpr.eqns
         if not is_sink(eqn)
     ]
     return replaced(jaxpr, eqns=eqns, effects=effects)
 
 
-def _with_subprograms(eqn: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> dict[str, Any]:
+def with_subprograms(eqn: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> dict[str, Any]:
     """The parameters of an operation, its programs changed."""
 
     def changed(value: Any) -> Any:
@@ -189,7 +181,7 @@ class _Rewriter:
             saved.update(inner)
             return new
 
-        return _with_subprograms(eqn, rewritten), saved
+        return with_subprograms(eqn, rewritten), saved
 
     def _roots(self, eqns: Sequence[JaxprEqn]) -> dict[Var, list[JaxprEqn]]:
         made_by = {var: eqn for eqn in eqns for var in eqn.outvars}
