@@ -38,6 +38,7 @@ from ._jax import (
     is_float,
     is_out_of_memory,
     is_remat3,
+    is_running,
     is_tracer,
     jax_checkpoint,
     replaced,
@@ -413,7 +414,9 @@ class Call:
         arrays = stop_gradients(self.arrays) if cut else self.arrays
         slot.entries.clear()
         slot.children.clear()
-        return self.layer.forward(arrays, slot, fresh=self.layer.fresh, cut=cut, journal=Journal())[0]
+        names = not is_running() and not is_remat3()  # the program that is traced may be somebody's checkpoint
+        options: dict[str, Any] = {"cut": cut, "names": names, "journal": Journal()}
+        return self.layer.forward(arrays, slot, fresh=self.layer.fresh, **options)[0]
 
     def _staged(self, slot: Slot) -> Any:
         if slot.rows is None:

@@ -21,6 +21,7 @@ from roundpipe_core._errors import MismatchError, message
 
 from ._jax import fresh_var, is_custom_vjp, named, replaced, scan_sizes, struct
 from ._names import SAVED
+from ._pins import is_pin, pinned
 from ._sinks import is_sink, without_sinks
 
 __all__ = ["calls_custom_vjp", "lead_through_tags", "name_of", "names_in", "subprograms", "with_subprograms"]
@@ -126,7 +127,7 @@ class _Rewriter:
         roots = self._roots(eqns)  # saved variable -> the operations that lead from it to its tag
         for var in wanted:
             if not roots.get(var):
-                roots[var] = [_fresh_tag(var)]
+                roots[var] = _fresh_tag(var)
         if not roots:
             return replaced(jaxpr, eqns=eqns), set()
         new: dict[Var, Any] = {}
@@ -216,7 +217,7 @@ class _Rewriter:
     def _passes_through(self, eqn: JaxprEqn) -> bool:
         """Whether an operation only marks its operand: a tag, or the probe for tangents (R5)."""
         name = name_of(eqn)
-        if name == SAVED or name in self.decided:
+        if name == SAVED or name in self.decided or is_pin(eqn):
             return True
         call = eqn.params.get("call_jaxpr") if eqn.primitive.name == "custom_jvp_call" else None
         return call is not None and not call.jaxpr.eqns and len(eqn.invars) == len(eqn.outvars) == 1
@@ -232,11 +233,10 @@ class _Rewriter:
         )
 
 
-def _fresh_tag(var: Var) -> JaxprEqn:
+def _fresh_tag(var: Var) -> list[JaxprEqn]:
     aval: Any = var.aval
-    eqn: JaxprEqn
-    [eqn] = jax.make_jaxpr(lambda value: named(value, SAVED))(struct(aval.shape, aval.dtype)).jaxpr.eqns
-    return replaced(eqn, outvars=[fresh_var(var)])
+    eqns = jax.make_jaxpr(lambda value: named(pinned(value), SAVED))(struct(aval.shape, aval.dtype)).jaxpr.eqns
+    return [replaced(eqn, outvars=[fresh_var(var)]) for eqn in eqns]
 
 
 def _read(new: dict[Var, Any], atom: Any) -> Any:
