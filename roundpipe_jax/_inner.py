@@ -21,7 +21,7 @@ from roundpipe_core._errors import TapeError, message
 from roundpipe_core._slots import Entry, Slot, label_of, where
 
 from ._jax import jax_checkpoint, named, replaced, scan_sizes
-from ._tags import name_of, subprograms
+from ._tags import is_call, is_checkpoint, name_of, subprograms
 
 __all__ = ["MarkedSlot", "Marks", "item", "run_with"]
 
@@ -245,10 +245,10 @@ class _Run:
             return self.scan(eqn, operands)
         if kind == "cond":
             return self.cond(eqn, operands)
-        if kind in ("jit", "pjit", "closed_call", "core_call"):
+        if is_call(eqn):
             [inner] = subprograms(eqn)
             return self.program(inner, _consts(eqn), operands)
-        if kind in ("remat2", "checkpoint"):
+        if is_checkpoint(eqn):
             return self.checkpoint(eqn, operands)
         if not subprograms(eqn):
             return _alone(jaxpr, eqn, list(map(self.plain, operands))), {}

@@ -202,6 +202,7 @@ def test_one_value_under_three_names_and_as_an_output() -> None:
 
 OUTSIDE: dict[str, Callable[..., Any]] = {
     "jit": lambda f, x, k: jax.jit(f)(x, k),
+    "traced": lambda f, x, k: jax.jit(f).trace(x, k)(x, k),
     "checkpoint": lambda f, x, k: jax.checkpoint(f)(x, k),
     "cond": lambda f, x, k: lax.cond(x.sum() < 99, f, lambda x, k: x, x, k),
     "scan": lambda f, x, k: lax.scan(lambda x, _: (f(x, k), None), x, None, length=2)[0],
@@ -228,6 +229,7 @@ def test_a_decision_of_the_layer_that_is_saved_inside(inner: str, twice: bool) -
 
 HANDING_OUT: dict[str, Callable[..., Any]] = {
     "jit": lambda f, x: jax.jit(f)(x),
+    "traced": lambda f, x: jax.jit(f).trace(x)(x),
     "cond": lambda f, x: lax.cond(x.sum() < 99, f, lambda x: (x, jnp.float32(0)), x),
     "scan": lambda f, x: lax.scan(lambda x, _: f(x), x, None, length=1),
     "vmap": lambda f, x: jax.vmap(f)(x[:1]),
