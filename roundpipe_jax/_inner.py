@@ -21,12 +21,13 @@ from roundpipe_core._errors import TapeError, message
 from roundpipe_core._slots import Entry, Slot, label_of, where
 
 from ._jax import jax_checkpoint, named, replaced, scan_sizes
-from ._tags import is_call, is_checkpoint, name_of, subprograms
+from ._tags import name_of, subprograms
 
 __all__ = ["MarkedSlot", "Marks", "item", "run_with"]
 
 _MARK = "roundpipe_tape "
 _ITEM = "roundpipe_item "
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")  # since jax 0.11 the last for the two before
 _serials = itertools.count()
 
 
@@ -245,10 +246,10 @@ class _Run:
             return self.scan(eqn, operands)
         if kind == "cond":
             return self.cond(eqn, operands)
-        if is_call(eqn):
+        if kind in _CALLS:
             [inner] = subprograms(eqn)
             return self.program(inner, _consts(eqn), operands)
-        if is_checkpoint(eqn):
+        if kind in ("remat2", "checkpoint"):
             return self.checkpoint(eqn, operands)
         if not subprograms(eqn):
             return _alone(jaxpr, eqn, list(map(self.plain, operands))), {}

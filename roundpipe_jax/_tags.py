@@ -23,20 +23,9 @@ from ._jax import fresh_var, is_custom_vjp, named, replaced, scan_sizes, struct
 from ._names import SAVED, UPDATE
 from ._sinks import is_sink, without_sinks
 
-__all__ = [
-    "calls_custom_vjp",
-    "is_call",
-    "is_checkpoint",
-    "lead_through_tags",
-    "name_of",
-    "names_in",
-    "subprograms",
-    "updates_in",
-]
+__all__ = ["calls_custom_vjp", "lead_through_tags", "name_of", "names_in", "subprograms", "updates_in"]
 
 _NOTHING: Mapping[str, Any] = {}
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")  # the last instead of the two before since jax 0.11
-_CHECKPOINTS = ("remat2", "checkpoint")
 _NO_RULE = {
     "custom_jvp_call": "a function with a custom_jvp rule",
     "custom_vjp_call": "a function with a custom_vjp rule",
@@ -50,16 +39,6 @@ def name_of(eqn: JaxprEqn) -> str | None:
         return str(eqn.params["name"])
     held: Any = eqn.params.get("_prim")  # under JAX_REMAT3
     return str(held.name) if type(held).__name__ == "CheckpointName" else None
-
-
-def is_call(eqn: JaxprEqn) -> bool:
-    """Whether an operation runs a program on its operands, and does nothing else."""
-    return eqn.primitive.name in _CALLS
-
-
-def is_checkpoint(eqn: JaxprEqn) -> bool:
-    """Whether an operation is a `jax.checkpoint`."""
-    return eqn.primitive.name in _CHECKPOINTS
 
 
 def subprograms(eqn: JaxprEqn) -> list[Jaxpr]:
@@ -272,12 +251,13 @@ def _read(new: dict[Var, Any], atom: Any) -> Any:
 
 
 def _operands(eqn: JaxprEqn, saved: set[int]) -> list[Any]:
-    """The operands behind the inputs `saved` of an inner program, where an operand is the value itself."""
-    if is_call(eqn) or is_checkpoint(eqn):
-        return [eqn.invars[n] for n in saved]
+    """The operands behind the inputs `saved` of an inner program, where one is the value itself, or what it is a part of."""
     if eqn.primitive.name == "cond":
         return [eqn.invars[n + 1] for n in saved]
     if eqn.primitive.name == "scan":
         consts, carry = scan_sizes(eqn.params)
         return [eqn.invars[n] for n in saved if not consts <= n < consts + carry]
+    inner = subprograms(eqn)
+    if len(inner) == 1 and len(inner[0].invars) == len(eqn.invars):  # a call, of whatever kind: jit, shard_map
+        return [eqn.invars[n] for n in saved]
     return []
