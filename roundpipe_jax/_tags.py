@@ -251,7 +251,7 @@ def _read(new: dict[Var, Any], atom: Any) -> Any:
 
 
 def _operands(eqn: JaxprEqn, saved: set[int]) -> list[Any]:
-    """The operands behind the inputs `saved` of an inner program, where one is the value itself, or what it is a part of."""
+    """The operands behind the inputs `saved` of an inner program: the value itself, or what it is a part of."""
     if eqn.primitive.name == "cond":
         return [eqn.invars[n + 1] for n in saved]
     if eqn.primitive.name == "scan":
