@@ -38,7 +38,7 @@ def name_of(eqn: JaxprEqn) -> str | None:
     if eqn.primitive.name == "name":
         return str(eqn.params["name"])
     held: Any = eqn.params.get("_prim")  # under JAX_REMAT3
-    return str(held.name) if type(held).__name__ == "CheckpointName" else None
+    return str(held.name) if type(held).__name__ in ("CheckpointName", "CheckpointNameFwd") else None
 
 
 def subprograms(eqn: JaxprEqn) -> list[Jaxpr]:
