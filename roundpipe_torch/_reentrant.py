@@ -44,8 +44,9 @@ from ._leaves import gradients, leaves_behind
 from ._matching import Trace, node_count, other_layout, region_codes
 from ._offload import Parcel
 from ._ranks import is_sharded, step_is_over
-from ._run import TorchRun, is_told, pack_plainly, unpack_plainly
+from ._run import TorchRun, is_inside, is_told, pack_plainly, unpack_plainly
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, modules_of, replayed
+from ._torchs import leave
 from ._uncompiled import run_as_it_is
 from ._usage import held
 from ._views import version_of
@@ -143,11 +144,11 @@ class _Region:
             self.buffers.settle(self.trace.told_at >= 0)
         self.hooked = [*run.hooked, *left_since(mark, self.function, (*tensors, *self.leaves), {})]
         self.parcel = run.parcel
-        if self.slot.rows is not None and not isinstance(thread.run, TorchRun):
+        if self.slot.rows is not None and not is_inside(thread.run):
             forget_with(self, self.slot)
         if self.generators and self.generators.missed():
             raise started_inside(self.slot.label)
-        if self.outermost:
+        if self.outermost and not is_inside(thread.run):
             held(self.slot, tensors, {}, self.parcel)
         nodes = gradient_nodes(mark, self.function, (*tensors, *self.leaves))
         return *self._given(leaves, tensors, ends, begun, phase is Phase.RECOMPUTE), nodes
@@ -265,6 +266,9 @@ class _Region:
         try:
             thread.run = run
             outputs = self.function(*args, **kwargs)
+        except BaseException as error:
+            leave(error)
+            raise
         finally:
             thread.run = outer
         leaves: list[Any] = []
