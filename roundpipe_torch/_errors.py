@@ -40,6 +40,7 @@ __all__ = [
     "kept_output_changed",
     "multi_hooked",
     "no_partner",
+    "no_second_derivative",
     "not_kept",
     "not_yet",
     "other_decision",
@@ -273,6 +274,18 @@ def saved_inside_torchs(layer: str, place: Place) -> MismatchError:
             [("saved at", where(place))],
             "use roundpipe_torch.checkpoint there too, or give torch's the options use_reentrant=False, "
             "context_fn=roundpipe_torch.recompute_contexts.",
+        )
+    )
+
+
+def no_second_derivative(layer: str) -> MismatchError:
+    """A gradient that the second engine gave is to be differentiated."""
+    return MismatchError(
+        message(
+            f"layer {layer!r}: no second derivative of a layer with use_reentrant=True, whose recompute has a graph of "
+            "its own.",
+            [],
+            "use the default engine (use_reentrant=False).",
         )
     )
 

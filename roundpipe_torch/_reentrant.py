@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from roundpipe_core import MismatchError
@@ -31,6 +30,7 @@ from ._errors import (
     drawn_in_a_crowd,
     drawn_in_another_layout,
     input_changed,
+    no_second_derivative,
     sharded_inside,
     started_inside,
     tensor_changed,
@@ -297,8 +297,18 @@ class _Reentrant(torch.autograd.Function):
         return tuple(output for output, _ in given)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        with torch.no_grad():
+            found = _Reentrant.gradients(ctx, grads)
+        if torch.is_grad_enabled():  # of torch.autograd.grad(..., create_graph=True)
+            leaves = (node.variable for node, _ in ctx.next_functions if hasattr(node, "variable"))
+            sources = [*ctx.saved_tensors, *leaves, *grads]
+            found = _Final.apply(ctx.region.slot, len(sources), *sources, *found)  # type: ignore[no-untyped-call]
+        return (None, None, None, None, *found)
+
+    @staticmethod
+    def gradients(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
+        """For the arguments, and for the leaves that the closure gave."""
         region: _Region = ctx.region
         if region.accumulates and not _may_accumulate():
             raise accumulates_only(region.slot.label)
@@ -321,10 +331,29 @@ class _Reentrant(torch.autograd.Function):
         ]
         del outputs
         nodes = [node for node, _ in ctx.next_functions[1:]]
-        found = _differentiated(region, with_grad, begun, tensors, nodes) if with_grad else [None] * len(nodes)
+        found: list[torch.Tensor | None] = [None] * len(nodes)
+        if with_grad:
+            found = _differentiated(region, with_grad, begun, tensors, nodes)
         if region.outermost and not _retains():
             release(region.slot)
-        return (None, None, None, None, *found)
+        return found
+
+
+class _Final(torch.autograd.Function):
+    """Gradients that nobody can differentiate by what they were made of.
+
+    `once_differentiable` would take them for constants, if the gradients that came in are.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, slot: Slot, sources: int, *values: torch.Tensor | None) -> Any:
+        """`values`: what the gradients were made of, so many, and they themselves."""
+        ctx.slot = slot
+        return tuple(gradient if gradient is None else gradient.clone() for gradient in values[sources:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        raise no_second_derivative(ctx.slot.label)
 
 
 def _differentiated(
