@@ -22,7 +22,7 @@ from ._keep import keep
 from ._matching import Trace, region_codes
 from ._offload import MOVED, Offload, Parcel, Shipped
 from ._state import Generators, equal
-from ._torchs import in_backward_of_others, in_forward_of_others, innermost, part_of
+from ._torchs import in_backward_of_others, in_forward_of_others, innermost, parts_around
 
 __all__ = ["DECIDED", "TorchRun", "is_inside", "is_told", "pack_plainly", "unpack_plainly"]
 
@@ -116,8 +116,8 @@ class TorchRun(Run):
         """Another checkpoint that is to run this part again would not know what is decided here."""
         if self.keeping:
             return
-        between = part_of(innermost(False))
-        others = between is not None and between.run() not in self.around()
+        parts, around = parts_around(innermost(False), region_codes), [*self.around()]
+        others = any(part.run() not in around for part in parts)
         if others or in_forward_of_others(region_codes) or in_backward_of_others():
             raise saved_inside_torchs(self.slot.label, place)
 

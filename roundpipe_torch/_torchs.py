@@ -17,6 +17,7 @@ __all__ = [
     "in_backward_of_others",
     "in_forward_of_others",
     "innermost",
+    "is_ours",
     "is_torchs",
     "leave",
     "part_of",
@@ -33,6 +34,14 @@ _REENTRANT = "CheckpointFunction"
 def is_torchs(hooks: Any) -> bool:
     """Whether hooks for saved tensors are those of torch's own checkpoint."""
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def is_ours(hooks: Any) -> bool:
+    """Whether they are those of a region or of a decision."""
+    return hooks is not None and str(getattr(hooks[1], "__module__", "")).startswith(_OURS)
+
+
+_OURS = __name__.partition(".")[0]
 
 
 class Part:
@@ -89,14 +98,16 @@ def part_of(hooks: Any) -> Part | None:
 def parts_around(hooks: Any, region: Collection[CodeType]) -> Iterator[Part]:
     """The parts that this code is in, the innermost first, up to a region or to a backward.
 
-    The hooks know the innermost. The others are found by who called whom.
+    Hooks of the innermost know it. The others, and where another library's hooks are in between, are found by who
+    called whom.
     """
-    first = part_of(hooks)
-    if first is None:
+    if hooks is None or is_ours(hooks):
         return
-    yield first
-    part, frame = first, _caller()
-    while part.backward is None and frame is not None and frame.f_code not in region:
+    part = first = part_of(hooks)
+    if first is not None:
+        yield first
+    frame = _caller()
+    while (part is None or part.backward is None) and frame is not None and frame.f_code not in region:
         found: Any = None
         if frame.f_code is _CALL:
             begun: Any = frame.f_locals.get("gen")
@@ -105,7 +116,7 @@ def parts_around(hooks: Any, region: Collection[CodeType]) -> Iterator[Part]:
         elif frame.f_code.co_name == "unpack_hook" and frame.f_code.co_filename == _CALL.co_filename:
             found = frame.f_locals["frame"]
             part = Part(found, frame.f_locals["gid"])
-        if found and part._notes is not first._notes:
+        if found and part is not None and (first is None or part._notes is not first._notes):
             yield part
         frame = frame.f_back
 
