@@ -144,13 +144,13 @@ _CALL = inspect.unwrap(checkpoint.checkpoint).__code__
 
 
 def in_forward_of_others(region: Collection[CodeType]) -> bool:
-    """Whether a reentrant checkpoint runs here for the first time, inside the code of a region."""
-    return not torch.is_grad_enabled() and _runs(f"{_REENTRANT}.forward", region)
+    """Whether a reentrant checkpoint runs here for the first time, inside the code of a region; without gradient."""
+    return _runs(f"{_REENTRANT}.forward", region)
 
 
 def in_backward_of_others() -> bool:
-    """Whether a reentrant checkpoint runs its part again, here."""
-    return torch._C._current_graph_task_id() != -1 and _runs(f"{_REENTRANT}.backward", ())
+    """Whether a reentrant checkpoint runs its part again, here; in a backward."""
+    return _runs(f"{_REENTRANT}.backward", ())
 
 
 def _runs(name: str, until: Collection[CodeType]) -> bool:
