@@ -109,11 +109,11 @@ def parts_around(hooks: Any, region: Collection[CodeType]) -> Iterator[Part]:
     frame = _caller()
     while (part is None or part.backward is None) and frame is not None and frame.f_code not in region:
         found: Any = None
-        if frame.f_code is _CALL:
-            begun: Any = frame.f_locals.get("gen")
-            found = begun and begun.gi_frame and begun.gi_frame.f_locals.get("new_frame")
+        begun = _begun(frame)
+        if begun is not None:
+            found = begun.gi_frame and begun.gi_frame.f_locals.get("new_frame")
             part = Part(found, None) if found else part
-        elif frame.f_code.co_name == "unpack_hook" and frame.f_code.co_filename == _CALL.co_filename:
+        elif frame.f_code.co_name == "unpack_hook" and frame.f_code.co_filename == checkpoint.__file__:
             found = frame.f_locals["frame"]
             part = Part(found, frame.f_locals["gid"])
         if found and part is not None and (first is None or part._notes is not first._notes):
@@ -129,18 +129,22 @@ def leave(error: BaseException) -> None:
     hooks = innermost(False)
     if not is_torchs(hooks):
         return
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is _CALL]
-    for frame in reversed(frames):
-        begun = frame.f_locals.get("gen")
-        if begun is not None:
-            begun.close()
+    begun = [_begun(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for part in reversed(begun):
+        if part is not None:
+            part.close()
 
 
 def _caller() -> FrameType | None:
     return sys._getframe(2)
 
 
-_CALL = inspect.unwrap(checkpoint.checkpoint).__code__
+def _begun(frame: FrameType) -> Any:
+    """The generator that runs before and after a part, where `frame` is that of the function which calls both."""
+    code = frame.f_code
+    return (
+        frame.f_locals.get("gen") if code.co_name == "checkpoint" and code.co_filename == checkpoint.__file__ else None
+    )
 
 
 def in_forward_of_others(region: Collection[CodeType]) -> bool:
