@@ -100,7 +100,7 @@ def region_of(hooks: Any, outer: Run | None) -> TorchRun | None:
 
     None if there is none, or if `outer` is it or a part of it.
     """
-    if hooks is None or is_ours(hooks):
+    if is_ours(hooks):
         return None
     around = [*outer.around()] if isinstance(outer, TorchRun) else []
     new = [*takewhile(lambda part: part.run() not in around, parts_around(hooks, region_codes))]
