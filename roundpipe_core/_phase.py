@@ -311,9 +311,12 @@ def traced_by(is_traced: Callable[[], bool], functions: Traced) -> None:
     _traced, _is_traced = functions, is_traced  # in this order: another thread may call them in between
 
 
-def open_slot(label: Any) -> tuple[Phase, Slot]:
-    """The phase and the slot of a region that starts here: those of the run around it, if there is one (R8)."""
-    outer = thread.run
+def open_slot(label: Any, outer: Run | None = None) -> tuple[Phase, Slot]:
+    """The phase and the slot of a region that starts here: those of the run around it, if there is one (R8).
+
+    `outer` is that run, if it is not the one that this thread is in.
+    """
+    outer = outer or thread.run
     if outer is None or outer.phase is Phase.OFF:
         return Phase.FORWARD, Slot(label)
     return outer.phase, outer.child(label)

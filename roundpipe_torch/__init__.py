@@ -37,7 +37,8 @@ from roundpipe_core import (
 )
 
 from . import _backend as _backend  # makes tensors known to the core
-from ._checkpoint import checkpoint, checkpoint_sequential, recompute_contexts
+from ._checkpoint import checkpoint, checkpoint_sequential
+from ._contexts import recompute_contexts
 from ._errors import CheckpointMismatchError, CompileError
 from ._exchange import exchange, from_dlpack
 from ._modules import remat

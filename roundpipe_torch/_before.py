@@ -16,12 +16,11 @@ from roundpipe_core._phase import thread
 
 from ._buffers import Buffers
 from ._state import Generators, Visit
+from ._torchs import innermost, is_ours
 
 __all__ = ["Before"]
 
 _Hooks = tuple[Callable[..., Any], Callable[..., Any]]
-_innermost: Callable[[bool], _Hooks | None] = torch._C._autograd._top_saved_tensors_default_hooks
-_OURS = __name__.partition(".")[0]
 
 
 class Before:
@@ -35,7 +34,7 @@ class Before:
     def __init__(self, generators: Generators | None = None, buffers: Buffers | None = None) -> None:
         self._run = thread.run
         self._inside = Visit.inside()
-        self._hooks = _innermost(False)
+        self._hooks: _Hooks | None = innermost(False)
         if generators is not None:
             self._generators, self.numbers = generators, generators.now()
         if buffers is not None:
@@ -46,7 +45,7 @@ class Before:
         thread.run = self._run
         if not self._inside:
             Visit.leave()
-        while self._has_left(_innermost(False)):
+        while self._has_left(innermost(False)):
             torch._C._autograd._pop_saved_tensors_default_hooks()
         if self._generators:
             self._generators.set(self.numbers)
@@ -57,4 +56,4 @@ class Before:
         """Whether these are hooks of a region that is no more."""
         if hooks is None or (self._hooks is not None and hooks[0] is self._hooks[0]):
             return False
-        return str(getattr(hooks[1], "__module__", "")).startswith(_OURS)
+        return is_ours(hooks)

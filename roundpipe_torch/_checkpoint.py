@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch._guards import TracingContext
 from torch.utils import checkpoint as torch_checkpoint
 
 from roundpipe_core import layer_scope
-from roundpipe_core._phase import Phase, Run, open_slot, thread
+from roundpipe_core._phase import Phase, open_slot, thread
 from roundpipe_core._slots import Slot, label_of
 
 from . import _compile
 from ._auto import watching
 from ._before import Before
+from ._contexts import region_of
 from ._decisions import as_decisions
 from ._errors import wrong_option
 from ._frames import Frame, Options
@@ -28,8 +27,9 @@ from ._offload import Offload
 from ._reentrant import reentrant
 from ._run import TorchRun
 from ._state import Generators, generators_of
+from ._torchs import innermost
 
-__all__ = ["checkpoint", "checkpoint_sequential", "options_from", "recompute_contexts", "run_region"]
+__all__ = ["checkpoint", "checkpoint_sequential", "options_from", "run_region"]
 
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 _PLAIN, _WITHOUT_RNG = Options(), Options(preserve_rng_state=False)
@@ -164,6 +164,14 @@ def run_region(
 ) -> Any:
     """Run `function` as a region under `options`."""
     outer = thread.run
+    hooks = innermost(False)
+    around = None if hooks is None else region_of(hooks, outer)
+    if around is not None:
+        try:
+            thread.run = around
+            return run_region(function, args, kwargs, options, use_reentrant)
+        finally:
+            thread.run = outer
     tracked = torch.is_grad_enabled()
     if not tracked and (outer is None or outer.phase is Phase.OFF):
         return function(*args, **kwargs)  # R2: no backward will come
@@ -273,66 +281,3 @@ class _Chain:
             with layer_scope(f"{n} {label_of(layer)}"):
                 value = layer(value)
         return value
-
-
-def recompute_contexts(label: str = "recompute_contexts") -> _Contexts:
-    """Two context managers that bring saves to torch's own checkpoint function, as its `context_fn`.
-
-    >>> import torch
-    >>> from torch.utils.checkpoint import checkpoint as torchs
-    >>> from roundpipe_torch import recompute_contexts, save_for_recompute
-    >>> def layer(x):
-    ...     scale, = save_for_recompute(x.detach().max())
-    ...     return (x * scale).exp()
-    >>> y = torchs(layer, torch.ones(2, requires_grad=True), use_reentrant=False, context_fn=recompute_contexts)
-    >>> y.sum().backward()
-
-    For code where only `context_fn` can be passed. Torch matches saved tensors by position and count, so there both
-    phases must save the same tensors: keep the decision under `torch.no_grad()` or detached, as above. A layer with a
-    differentiable gate in its forward branch only needs `roundpipe_torch.checkpoint`. The random numbers of a
-    skipped decision are not made up for either (R7).
-
-    Args:
-        label: what messages call the layer.
-
-    Returns:
-        The context managers for the forward and for each recompute.
-    """
-    if TracingContext.try_get() is not None:
-        return _compile.contexts()
-    shared = _Shared(label)
-    return _PhaseContext(shared, recompute=False), _PhaseContext(shared, recompute=True)
-
-
-class _Shared:
-    """The slot that a pair of contexts has in common, once the forward has begun."""
-
-    __slots__ = ("label", "slot")
-
-    def __init__(self, label: str) -> None:
-        self.label = label
-        self.slot = Slot(label)
-
-
-class _PhaseContext:
-    """Sets the phase. Can be entered again: one graph may be recomputed many times (R11)."""
-
-    __slots__ = ("_outer", "_recompute", "_shared", "ac_graph_id")  # the last is written by torch.compile
-
-    def __init__(self, shared: _Shared, recompute: bool) -> None:
-        self._shared, self._recompute = shared, recompute
-        self._outer: list[Run | None] = []
-
-    def __enter__(self) -> None:
-        phase = Phase.RECOMPUTE
-        if not self._recompute:
-            phase, self._shared.slot = open_slot(self._shared.label)
-        self._outer.append(thread.run)
-        outer = None if self._recompute else thread.run
-        thread.run = TorchRun(phase, self._shared.slot, None, None, outer)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> Literal[False]:
-        thread.run = self._outer.pop()
-        return False

@@ -40,6 +40,7 @@ __all__ = [
     "kept_output_changed",
     "multi_hooked",
     "no_partner",
+    "no_second_derivative",
     "not_kept",
     "not_yet",
     "other_decision",
@@ -266,12 +267,25 @@ def started_inside(layer: str) -> CheckpointMismatchError:
 
 
 def saved_inside_torchs(layer: str, place: Place) -> MismatchError:
-    """A decision in a part that torch's own checkpoint runs again by itself, where nobody can give it back."""
+    """A decision in a part that another checkpoint runs again by itself, where nobody can give it back."""
     return MismatchError(
         message(
             f"layer {layer!r}: a decision is saved inside torch.utils.checkpoint, whose recompute would decide again.",
             [("saved at", where(place))],
-            "use roundpipe_torch.checkpoint there too, or pass context_fn=roundpipe_torch.recompute_contexts.",
+            "use roundpipe_torch.checkpoint there too, or give torch's the options use_reentrant=False, "
+            "context_fn=roundpipe_torch.recompute_contexts.",
+        )
+    )
+
+
+def no_second_derivative(layer: str) -> MismatchError:
+    """A gradient that the second engine gave is to be differentiated."""
+    return MismatchError(
+        message(
+            f"layer {layer!r}: no second derivative of a layer with use_reentrant=True, whose recompute has a graph of "
+            "its own.",
+            [],
+            "use the default engine (use_reentrant=False).",
         )
     )
 

@@ -44,8 +44,9 @@ from ._keep import forget_with
 from ._matching import Leaf, Pairs, Trace, cheap_tail, match, match_aligned, node_count, node_names, region_codes
 from ._offload import Offload, Parcel
 from ._ranks import collectives, keeps_graph, recompute_on_arrival, tell_rank
-from ._run import TorchRun, is_told
+from ._run import TorchRun, is_inside, is_told
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replayed
+from ._torchs import leave
 from ._usage import held
 from ._verify import Audit
 
@@ -179,7 +180,7 @@ class Frame:
         if run.hooked or now() != mark:
             self._hooked = [*run.hooked, *left_since(mark, self._function, args, kwargs)]
         self._parcel = run.parcel
-        outermost = not isinstance(outer, TorchRun)
+        outermost = not is_inside(outer)
         if outermost and self.slot.rows is not None:
             forget_with(self, self.slot)
         needed = self._needed = self.trace.alive()
@@ -471,7 +472,7 @@ class _Recompute:
         trace.add(n, partner, tensor)
         if n - trace.starts[-1] == self._stop_offset and self._complete():
             self.done = True
-            if not (self.frame.runs_out or _draws_late()):
+            if not ((self.frame.runs_out and _proxies(_PROXY) is None) or _draws_late()):
                 raise _Stop(self)
         return partner
 
@@ -540,15 +541,25 @@ def _call(
     _push_hooks(pack, unpack)
     try:
         thread.run = run
-        return function(*args, **kwargs)
-    finally:
+        outputs = function(*args, **kwargs)
+    except BaseException as error:
         thread.run = outer
+        leave(error)
         _pop_hooks()
+        raise
+    thread.run = outer
+    _pop_hooks()
+    return outputs
 
 
 _push_hooks: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 region_codes |= {_call.__code__}
+
+
+_proxies: Callable[[Any], Any] = torch._C._get_dispatch_mode
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+"""The mode that writes a program of what runs, which shall have nothing in vain."""
 
 
 def _draws_late() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 __all__ = ["Notes"]
@@ -21,6 +22,6 @@ class Notes(Generic[K]):
         key = id(known)
         held = self._held.get(key)
         if held is None:
-            found = weakref.ref(known, lambda _: self._held.pop(key, None))
+            found = weakref.ref(known, partial(self._held.pop, key))  # no line of Python, where an error would be lost
             held = self._held.setdefault(key, (found, {}))  # another thread may have been here meanwhile
         return held[1]

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from roundpipe_core import MismatchError
@@ -31,6 +30,7 @@ from ._errors import (
     drawn_in_a_crowd,
     drawn_in_another_layout,
     input_changed,
+    no_second_derivative,
     sharded_inside,
     started_inside,
     tensor_changed,
@@ -44,8 +44,9 @@ from ._leaves import gradients, leaves_behind
 from ._matching import Trace, node_count, other_layout, region_codes
 from ._offload import Parcel
 from ._ranks import is_sharded, step_is_over
-from ._run import TorchRun, is_told, pack_plainly, unpack_plainly
+from ._run import TorchRun, is_inside, is_told, pack_plainly, unpack_plainly
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, modules_of, replayed
+from ._torchs import leave
 from ._uncompiled import run_as_it_is
 from ._usage import held
 from ._views import version_of
@@ -143,11 +144,11 @@ class _Region:
             self.buffers.settle(self.trace.told_at >= 0)
         self.hooked = [*run.hooked, *left_since(mark, self.function, (*tensors, *self.leaves), {})]
         self.parcel = run.parcel
-        if self.slot.rows is not None and not isinstance(thread.run, TorchRun):
+        if self.slot.rows is not None and not is_inside(thread.run):
             forget_with(self, self.slot)
         if self.generators and self.generators.missed():
             raise started_inside(self.slot.label)
-        if self.outermost:
+        if self.outermost and not is_inside(thread.run):
             held(self.slot, tensors, {}, self.parcel)
         nodes = gradient_nodes(mark, self.function, (*tensors, *self.leaves))
         return *self._given(leaves, tensors, ends, begun, phase is Phase.RECOMPUTE), nodes
@@ -265,6 +266,9 @@ class _Region:
         try:
             thread.run = run
             outputs = self.function(*args, **kwargs)
+        except BaseException as error:
+            leave(error)
+            raise
         finally:
             thread.run = outer
         leaves: list[Any] = []
@@ -293,8 +297,18 @@ class _Reentrant(torch.autograd.Function):
         return tuple(output for output, _ in given)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        with torch.no_grad():
+            found = _Reentrant.gradients(ctx, grads)
+        if torch.is_grad_enabled():  # of torch.autograd.grad(..., create_graph=True)
+            leaves = (node.variable for node, _ in ctx.next_functions if hasattr(node, "variable"))
+            sources = [*ctx.saved_tensors, *leaves, *grads]
+            found = _Final.apply(ctx.region.slot, len(sources), *sources, *found)  # type: ignore[no-untyped-call]
+        return (None, None, None, None, *found)
+
+    @staticmethod
+    def gradients(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
+        """For the arguments, and for the leaves that the closure gave."""
         region: _Region = ctx.region
         if region.accumulates and not _may_accumulate():
             raise accumulates_only(region.slot.label)
@@ -317,10 +331,29 @@ class _Reentrant(torch.autograd.Function):
         ]
         del outputs
         nodes = [node for node, _ in ctx.next_functions[1:]]
-        found = _differentiated(region, with_grad, begun, tensors, nodes) if with_grad else [None] * len(nodes)
+        found: list[torch.Tensor | None] = [None] * len(nodes)
+        if with_grad:
+            found = _differentiated(region, with_grad, begun, tensors, nodes)
         if region.outermost and not _retains():
             release(region.slot)
-        return (None, None, None, None, *found)
+        return found
+
+
+class _Final(torch.autograd.Function):
+    """Gradients that nobody can differentiate by what they were made of.
+
+    `once_differentiable` would take them for constants, if the gradients that came in are.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, slot: Slot, sources: int, *values: torch.Tensor | None) -> Any:
+        """`values`: what the gradients were made of, so many, and they themselves."""
+        ctx.slot = slot
+        return tuple(gradient if gradient is None else gradient.clone() for gradient in values[sources:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        raise no_second_derivative(ctx.slot.label)
 
 
 def _differentiated(

@@ -19,11 +19,12 @@ from ._buffers import Buffers, Moved
 from ._errors import saved_inside_torchs, tensor_changed
 from ._hooks import Hooked
 from ._keep import keep
-from ._matching import Trace
+from ._matching import Trace, region_codes
 from ._offload import MOVED, Offload, Parcel, Shipped
 from ._state import Generators, equal
+from ._torchs import in_backward_of_others, in_forward_of_others, innermost, is_ours, parts_around
 
-__all__ = ["DECIDED", "TorchRun", "is_told", "pack_plainly", "unpack_plainly"]
+__all__ = ["DECIDED", "TorchRun", "is_inside", "is_told", "pack_plainly", "unpack_plainly"]
 
 _TENSORS = backend_of(torch.empty(0))
 _DEFAULT_PLAN = Offload()
@@ -56,6 +57,8 @@ class TorchRun(Run):
     """Of its own region."""
     parcel: Parcel | None = None
     """What it has in host memory, once there is something."""
+    torchs_recompute = False
+    """Torch's own checkpoint runs its part again."""
     keeping = False
     """Inside a function that the recompute leaves out."""
     asked = False
@@ -94,8 +97,7 @@ class TorchRun(Run):
         return keep(self, function, args, kwargs, place)
 
     def stored(self, entry: Entry, offload: bool | None) -> None:
-        if self.trace is not None and not self.keeping and _is_torchs(_innermost(False)):
-            raise saved_inside_torchs(self.slot.label, entry.place)
+        self._refuse_others(entry.place)
         wanted = self.plan is not None and self.plan.saves if offload is None else offload
         if not wanted or self.slot.rows is not None:  # a tape takes the arrays themselves
             return
@@ -104,6 +106,28 @@ class TorchRun(Run):
                 moved = self.load().take(entry.leaves[n], always=offload is True, private=True)
                 if moved is not None:
                     entry.leaves[n], entry.backends[n] = moved, MOVED
+
+    def update(self, function: Callable[[], Any], called: Any, place: Place) -> None:
+        if not self.repeats:
+            self._refuse_others(place)
+        super().update(function, called, place)
+
+    def _refuse_others(self, place: Place) -> None:
+        """Another checkpoint that is to run this part again would not know what is decided here."""
+        if self.keeping:
+            return
+        hooks = innermost(False)
+        if (
+            (not is_ours(hooks) and self._in_others(hooks))
+            or (not torch.is_grad_enabled() and in_forward_of_others(region_codes))
+            or (torch._C._current_graph_task_id() != -1 and in_backward_of_others())
+        ):
+            raise saved_inside_torchs(self.slot.label, place)
+
+    def _in_others(self, hooks: Any) -> bool:
+        """Whether torch's own checkpoint, where `hooks` are the innermost, is between this region and what runs."""
+        around = [*self.around()]
+        return any(part.run() not in around for part in parts_around(hooks, region_codes))
 
     def load(self) -> Parcel:
         """The parcel of this run's region."""
@@ -119,13 +143,13 @@ class TorchRun(Run):
 
     def outermost(self) -> TorchRun:
         """The run of a region that this one is inside of, itself if there is none."""
-        return [*self._around()][-1]
+        return [self, *(run for run in self.around() if run.trace is not None)][-1]
 
     def traces(self) -> Iterator[Trace]:
         """The traces of this run and of those that it is a part of."""
-        return (run.trace for run in self._around() if run.trace is not None)
+        return (run.trace for run in self.around() if run.trace is not None)
 
-    def _around(self) -> Iterator[TorchRun]:
+    def around(self) -> Iterator[TorchRun]:
         """This run, and those that it is a part of."""
         run: Run | None = self
         while isinstance(run, TorchRun):
@@ -141,7 +165,7 @@ class TorchRun(Run):
         numbers = self.generators.since_start() if self.generators else None
         if not self.watching:
             return numbers
-        buffers = (run.buffers for run in self._around() if run.buffers is not None)
+        buffers = (run.buffers for run in self.around() if run.buffers is not None)
         moved = {(id(one[0]), one[1]): one for own in buffers for one in own.moved()}
         return _State(numbers, [*moved.values()])
 
@@ -150,7 +174,7 @@ class TorchRun(Run):
             self.draw_from(state)
             return
         self.draw_from(state.numbers)
-        for run in self._around() if state.buffers else ():
+        for run in self.around() if state.buffers else ():
             if run.buffers is not None:
                 run.buffers.set(state.buffers, self.knowing)
 
@@ -174,7 +198,7 @@ class TorchRun(Run):
         if self.generators and numbers is not None:
             if numbers is not self._aligned:  # else the forward has drawn nothing since
                 now = self.generators.now()
-                for run in self._around():
+                for run in self.around():
                     run._drew, run._aligned = run._drew or bool(run._aligned and not equal(run._aligned, now)), numbers
             self.generators.set(numbers)
 
@@ -191,12 +215,9 @@ class TorchRun(Run):
             return without_gradient(function)
 
 
-def _is_torchs(hooks: Any) -> bool:
-    """Whether hooks for saved tensors are those of torch's own checkpoint."""
-    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
-
-
-_innermost: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+def is_inside(run: Run | None) -> bool:
+    """Whether `run` is that of a region, or a part of one; or torch's own checkpoint runs a part again."""
+    return isinstance(run, TorchRun) and any(one.trace is not None or one.torchs_recompute for one in run.around())
 
 
 def is_told(run: Run | None) -> bool:

@@ -109,14 +109,25 @@ def model_of(model_type, **changes):
     config = config_of(model_type)
     for name, value in changes.items():
         setattr(config, name, value)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), _marked_where_uninitialised():
         torch.manual_seed(0)
         model = _class_of(config)(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.numel() and not parameter.abs().max() < 1e3:  # left uninitialised
+            if parameter.isnan().any():
                 parameter.normal_(0, 0.02, generator=torch.Generator().manual_seed(1))
     return model.train()
+
+
+@contextlib.contextmanager
+def _marked_where_uninitialised():
+    """Memory that nobody has written to holds NaN, and not what was there before."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def _class_of(config):

@@ -5,10 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import weakref
 
 import pytest
 import torch
-from torch.utils.checkpoint import CheckpointError, CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.distributed._composable import checkpoint as composable
+from torch.utils.checkpoint import (
+    CheckpointError,
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -20,7 +27,11 @@ from roundpipe_torch import (
     get_recompute_data,
     recompute_contexts,
     recompute_once,
+    record,
+    replay,
     save_for_recompute,
+    update_once,
+    usage,
 )
 
 
@@ -30,6 +41,9 @@ def leaf(seed: int = 0) -> torch.Tensor:
 
 def torchs(function, *args):
     return torch_checkpoint(function, *args, use_reentrant=False, context_fn=recompute_contexts)
+
+
+second = functools.partial(checkpoint, use_reentrant=True)
 
 
 class Counted:
@@ -183,23 +197,188 @@ def test_a_bad_option_of_a_call(options, line) -> None:
     assert text[3:] == ["  way out: pass determinism_check='default'."]
 
 
-@pytest.mark.parametrize(
-    "decide", [lambda: save_for_recompute(3)[0], lambda: recompute_once(lambda: 3)], ids=["save", "once"]
-)
-def test_a_decision_in_a_checkpoint_of_torchs_inside_ours_is_refused_with_the_way_out(decide) -> None:
+def bare(function, *args, use_reentrant=False):
+    return torch_checkpoint(function, *args, use_reentrant=use_reentrant)
+
+
+def is_refused(run, loudly) -> None:
+    with pytest.raises(MismatchError, match=r"a decision is saved inside torch\.utils\.checkpoint") as caught:
+        run()
+    assert loudly in str(caught.value)
+    assert str(caught.value).splitlines()[-1] == (
+        "  way out: use roundpipe_torch.checkpoint there too, or give torch's the options use_reentrant=False, "
+        "context_fn=roundpipe_torch.recompute_contexts."
+    )
+
+
+def saved_under_others(value):
+    with torch.autograd.graph.save_on_cpu():
+        return save_for_recompute(value)[0]
+
+
+DECISIONS = {
+    "save": lambda: save_for_recompute(3)[0],
+    "once": lambda: recompute_once(lambda: 3),
+    "update": lambda: update_once(lambda: None) or 3,
+    "in no_grad": torch.no_grad()(lambda: save_for_recompute(3)[0]),
+    "under others": lambda: saved_under_others(3),
+}
+
+
+@pytest.mark.parametrize("engine", [checkpoint, second])
+@pytest.mark.parametrize("torchs_own", [bare, functools.partial(bare, use_reentrant=True)])
+@pytest.mark.parametrize("decide", DECISIONS.values(), ids=DECISIONS)
+def test_a_decision_in_a_checkpoint_of_torchs_inside_ours_is_refused_with_the_way_out(
+    decide, torchs_own, engine
+) -> None:
     def outer(call, x):
         return call(lambda x: torch.sin(x * decide()), x.exp())
 
-    def bare(function, *args):
-        return torch_checkpoint(function, *args, use_reentrant=False)
-
-    with pytest.raises(MismatchError, match=r"a decision is saved inside torch\.utils\.checkpoint") as caught:
-        checkpoint(outer, bare, leaf())
-    assert str(caught.value).splitlines()[-1] == (
-        "  way out: use roundpipe_torch.checkpoint there too, or pass context_fn=roundpipe_torch.recompute_contexts."
-    )
+    is_refused(lambda: engine(outer, torchs_own, leaf()), "outer")
     for call in (torchs, checkpoint):
         x, y = leaf(), leaf()
-        checkpoint(outer, call, x).sum().backward()
+        engine(outer, call, x).sum().backward()
         torch.sin(y.exp() * 3).sum().backward()
         assert torch.equal(x.grad, y.grad)
+
+
+@pytest.mark.parametrize("engine", [checkpoint, second])
+@pytest.mark.parametrize("around", ["nothing", "ours"])
+def test_a_region_inside_torchs_reentrant_checkpoint_is_refused_if_it_decides(around, engine) -> None:
+    def part(x):
+        return engine(lambda x: torch.sin(x * save_for_recompute(3)[0]), x).exp()
+
+    def run():
+        outer = engine if around == "ours" else lambda function, x: function(x)
+        outer(lambda x: bare(part, x.exp(), use_reentrant=True).sin(), leaf()).sum().backward()
+
+    is_refused(run, "saved at")
+    x, y = leaf(), leaf()
+    bare(lambda x: checkpoint(torch.tanh, x).exp(), x, use_reentrant=True).sum().backward()  # which decides nothing
+    torch.tanh(y).exp().sum().backward()
+    assert torch.equal(x.grad, y.grad)
+
+
+def under_others(function, x):
+    with torch.autograd.graph.save_on_cpu():
+        return checkpoint(function, x)
+
+
+@pytest.mark.parametrize("inner", [checkpoint, second, under_others])
+@pytest.mark.parametrize("around", [lambda function, x: function(x), bare, torchs, checkpoint, second])
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_regions_inside_torchs_checkpoint_decide_once(inner, around, early_stop) -> None:
+    def run(torchs_own, inner, around):
+        first, last, again = Counted(), Counted(), []
+        x, noise = leaf(), torch.nn.Dropout()
+        torch.manual_seed(3)
+
+        def drawn(x):
+            (index,) = save_for_recompute(torch.rand(6, 6).argsort(1))  # R7
+            return noise(x).gather(1, index).sin()
+
+        def deciding(x):
+            update_once(again.append, 1)
+            return inner(last, x) * 2
+
+        def part(x):
+            x = inner(first, x).exp()
+            x = x * inner(first, x) + inner(deciding, x)
+            return inner(drawn, noise(x)).exp()
+
+        with set_checkpoint_early_stop(early_stop):
+            y = around(lambda x: torchs_own(part, x.sin()).tanh(), x)
+            y = torchs_own(part, y * x)
+        y.square().sum().backward(retain_graph=True)
+        y.square().sum().backward()
+        return first.decisions, last.decisions, len(again), y.detach(), x.grad
+
+    def call(function, x):
+        return function(x)
+
+    *counts, y, grad = run(bare, inner, around)
+    *_, y_plain, grad_plain = run(call, call, call)
+    assert counts == [4, 2, 2]
+    assert torch.equal(y, y_plain)
+    assert torch.equal(grad, grad_plain)
+
+
+def part_with_a_region(counted, x):
+    return (checkpoint(counted, x) * x).exp()
+
+
+@pytest.mark.parametrize("around", [bare, lambda function, x: checkpoint(bare, function, x)])
+def test_what_a_region_inside_torchs_checkpoint_holds_goes_with_the_graph(around) -> None:  # R9, R12
+    held = []
+
+    def deciding(x):
+        (index,) = save_for_recompute(x.detach().argsort(1))
+        held.append(weakref.ref(index))
+        return x.gather(1, index).sin()
+
+    with usage() as seen:
+        y = around(functools.partial(part_with_a_region, deciding), leaf()).sum()
+    assert [(row.calls, row.decisions) for row in seen.layers] == [(1, 1)]
+    y.backward()
+    assert [ref() for ref in held] == [None] * len(held)
+    assert [(row.calls, row.alive) for row in seen.layers] == [(1, 0)]
+
+
+def test_a_region_inside_torchs_checkpoint_is_on_a_tape_once() -> None:  # R13
+    def layer(x):
+        return bare(functools.partial(part_with_a_region, Counted()), x)
+
+    with record() as tape:
+        layer(leaf()).sum().backward()
+    assert len([*tape.entries()]) == 1
+    x, again = leaf(), leaf()
+    with replay(tape):
+        layer(x).sum().backward()
+    with record():
+        layer(again).sum().backward()
+    assert torch.equal(x.grad, again.grad)
+
+
+@pytest.mark.parametrize("inner", [checkpoint, second])
+def test_a_forward_that_differentiates_inside_torchs_checkpoint(inner) -> None:
+    def run(torchs_own, inner):
+        counted, x = Counted(), leaf()
+
+        def part(x):
+            y = inner(counted, x) * x
+            (slope,) = torch.autograd.grad(y.sum(), x, retain_graph=True)  # torch's runs the part again for it
+            return inner(counted, x) * y * slope
+
+        torchs_own(part, x).sum().backward()
+        return counted.decisions, x.grad
+
+    decisions, grad = run(bare, inner)
+    assert decisions == 2
+    assert torch.equal(grad, run(lambda function, x: function(x), lambda function, x: function(x))[1])
+
+
+def test_torchs_checkpoint_of_a_module_by_hooks() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counted = Counted()
+
+        def forward(self, x):
+            return part_with_a_region(self.counted, x)
+
+    plain, wrapped = Layer(), composable(Layer())
+    x, y = leaf(), leaf()
+    wrapped(x).sum().backward()
+    plain(y).sum().backward()
+    assert wrapped.counted.decisions == 1
+    assert torch.equal(x.grad, y.grad)
+
+
+def test_an_error_inside_torchs_checkpoint_leaves_no_hooks_behind() -> None:  # R11
+    def part(x):
+        raise KeyError(x)
+
+    with pytest.raises(KeyError) as caught:
+        checkpoint(lambda x: bare(part, x), leaf())
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    assert caught.traceback

@@ -246,11 +246,25 @@ def remat_block(function, *args):
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 def test_double_backward_is_refused() -> None:
-    x = leaf()
-    reentrant(torch.exp, x).sum().backward(create_graph=True)
-    with pytest.raises(RuntimeError, match="does not require grad"):
+    x, w = leaf(), leaf()
+    remat_block(torch.exp, x).sum().backward(create_graph=True)
+    with pytest.raises(MismatchError, match="layer 'block': no second derivative") as caught:
         x.grad.sum().backward()
+    assert lines(caught)[-1] == "  way out: use the default engine (use_reentrant=False)."
     x.grad = None
+
+    def penalized(engine):
+        y = engine(lambda x, w: (x * w).exp(), x, w).sum()
+        (slope,) = torch.autograd.grad(y, x, create_graph=True)
+        return y + slope.square().sum()
+
+    for by in (x, w):
+        with pytest.raises(MismatchError, match="no second derivative"):  # and not the gradient without the penalty
+            penalized(remat_block).backward()
+        with pytest.raises(MismatchError, match="no second derivative"):
+            torch.autograd.grad(penalized(remat_block), by)
+        with pytest.raises(MismatchError, match="no second derivative"):
+            torch.autograd.grad(penalized(lambda layer, x, w: remat_block(lambda x: layer(x, w), x)), by)
 
 
 def test_a_tensor_that_leaves_by_the_side_is_refused_when_it_is_needed() -> None:

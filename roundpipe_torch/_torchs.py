@@ -1,0 +1,178 @@
+"""Torch's own checkpoint, and the others made like it, which run their part again by themselves."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch.utils import checkpoint
+
+__all__ = [
+    "Part",
+    "in_backward_of_others",
+    "in_forward_of_others",
+    "innermost",
+    "is_ours",
+    "is_torchs",
+    "leave",
+    "part_of",
+    "parts_around",
+]
+
+innermost: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+"""The hooks for saved tensors that are in force, two functions."""
+
+_REENTRANT = "CheckpointFunction"
+"""What torch, fairscale, DeepSpeed and Megatron call the `autograd.Function` of the kind that keeps no hooks."""
+
+
+def is_torchs(hooks: Any) -> bool:
+    """Whether hooks for saved tensors are those of torch's own checkpoint."""
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def is_ours(hooks: Any) -> bool:
+    """Whether they are those of a region or of a decision."""
+    return hooks is not None and str(getattr(hooks[1], "__module__", "")).startswith(_OURS)
+
+
+_OURS = __name__.partition(".")[0]
+
+
+class Part:
+    """A part that torch's own checkpoint runs twice, in one of its phases.
+
+    Torch's object for it has what we note of it, which so lives as long.
+    """
+
+    __slots__ = ("_notes", "backward")
+
+    def __init__(self, torchs: Any, backward: Any) -> None:
+        self._notes: _Notes = vars(torchs).setdefault("_roundpipe", _Notes())
+        self.backward = backward
+        """The one that runs it again; None in its forward."""
+
+    @property
+    def slot(self) -> Any:
+        """What its forward decided; None if that had no region."""
+        return None if self._notes.first is None else self._notes.first.slot
+
+    def is_same(self, other: Part | None) -> bool:
+        """Whether the other is this part, in whatever phase."""
+        return other is not None and other._notes is self._notes
+
+    def run(self) -> Any:
+        """The run that stands for it in this phase; None if there is none yet."""
+        if self.backward is None:
+            return self._notes.first
+        backward, run = self._notes.last
+        return run if backward == self.backward else None
+
+    def belongs_to(self, run: Any) -> None:
+        """Let `run` be that one."""
+        if self.backward is None:
+            self._notes.first = run
+        else:
+            self._notes.last = self.backward, run
+
+
+class _Notes:
+    """Of one part, in all its phases."""
+
+    first: Any = None  # the run of its forward
+    last: tuple[Any, Any] = None, None  # a backward, and the run in that
+
+
+def part_of(hooks: Any) -> Part | None:
+    """The part that hooks of torch's own checkpoint are for."""
+    if not is_torchs(hooks):
+        return None
+    pack = inspect.unwrap(hooks[0])
+    known = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))
+    if "frame" in known:
+        return Part(known["frame"].cell_contents, None)
+    return Part(known["target_frame_ref"].cell_contents(), known["gid"].cell_contents)
+
+
+def parts_around(hooks: Any, region: Collection[CodeType]) -> Iterator[Part]:
+    """The parts that this code is in, the innermost first, up to a region or to a backward.
+
+    Hooks of the innermost know it. The others, and where another library's hooks are in between, are found by who
+    called whom.
+    """
+    if hooks is None or is_ours(hooks):
+        return
+    first = part_of(hooks)
+    if first is not None:
+        yield first
+        if first.backward is not None:
+            return
+    frame = _caller()
+    while frame is not None and frame.f_code not in region:
+        part = _part_at(frame)
+        if part is not None:
+            if not part.is_same(first):
+                yield part
+            if part.backward is not None:
+                return
+        frame = frame.f_back
+
+
+def _part_at(frame: FrameType) -> Part | None:
+    """The part that torch's code in `frame` runs, for the first time or again."""
+    if frame.f_code.co_filename != checkpoint.__file__:
+        return None
+    if frame.f_code.co_name == "unpack_hook":
+        return Part(frame.f_locals["frame"], frame.f_locals["gid"])
+    begun = _begun(frame)
+    part = begun and begun.gi_frame and begun.gi_frame.f_locals.get("new_frame")
+    return Part(part, None) if part else None
+
+
+def leave(error: BaseException) -> None:
+    """Leave the parts that `error` has come out of.
+
+    Torch 2.11 would leave them when nobody holds the traceback any more, whatever runs then.
+    """
+    hooks = innermost(False)
+    if not is_torchs(hooks):
+        return
+    begun = [_begun(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for part in reversed(begun):
+        if part is not None:
+            part.close()
+
+
+def _caller() -> FrameType | None:
+    return sys._getframe(2)
+
+
+def _begun(frame: FrameType) -> Any:
+    """The generator that runs before and after a part, where `frame` is that of the function which calls both."""
+    code = frame.f_code
+    is_call = code.co_name == "checkpoint" and code.co_filename == checkpoint.__file__
+    return frame.f_locals.get("gen") if is_call else None
+
+
+def in_forward_of_others(region: Collection[CodeType]) -> bool:
+    """Whether a reentrant checkpoint runs here for the first time, inside the code of a region; without gradient."""
+    return _runs(f"{_REENTRANT}.forward", region)
+
+
+def in_backward_of_others() -> bool:
+    """Whether a reentrant checkpoint runs its part again, here; in a backward."""
+    return _runs(f"{_REENTRANT}.backward", ())
+
+
+def _runs(name: str, until: Collection[CodeType]) -> bool:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code not in until:
+        if frame.f_code.co_qualname == name:
+            return True
+        frame = frame.f_back
+    return False
