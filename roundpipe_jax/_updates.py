@@ -7,7 +7,6 @@ differentiates.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from ._names import UPDATE
 from ._sinks import Stays
 from ._tags import subprograms, with_subprograms
 
-__all__ = ["lasting_with_updates", "unfit_updates", "unfit_updates_in", "updates_in", "with_updates"]
+__all__ = ["unfit_updates", "unfit_updates_in", "updates_in", "with_updates"]
 
 
 class _Updates(Stays):
@@ -31,7 +30,6 @@ class _Updates(Stays):
 
 
 _UPDATES = _Updates()
-_known: weakref.WeakKeyDictionary[Jaxpr, ClosedJaxpr] = weakref.WeakKeyDictionary()
 
 
 def with_updates(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -39,16 +37,6 @@ def with_updates(closed: ClosedJaxpr) -> ClosedJaxpr:
     if not any(map(is_callback, closed.effects)):
         return closed
     return ClosedJaxpr(_of_the_forward(closed.jaxpr), closed.consts)
-
-
-def lasting_with_updates(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same, and one for all calls with the same program."""
-    known = _known.get(closed.jaxpr)
-    if known is None:
-        known = with_updates(closed)
-        if known is not closed:
-            _known[closed.jaxpr] = known
-    return known
 
 
 def _of_the_forward(jaxpr: Jaxpr) -> Jaxpr:
