@@ -100,12 +100,13 @@ batching.fancy_primitive_batchers[_update] = _batched
 
 def updates_in(jaxpr: Jaxpr) -> bool:
     """Whether a program makes updates, at any depth."""
-    return any(_is_update(eqn) or any(map(updates_in, subprograms(eqn))) for eqn in jaxpr.eqns)
+    made = (_is_update(eqn) or any(map(updates_in, subprograms(eqn))) for eqn in jaxpr.eqns)
+    return bool(jaxpr.effects) and any(made)
 
 
 def unfit_updates_in(jaxpr: Jaxpr) -> bool:
     """Whether a program makes updates that `jax.checkpoint` would make twice, or refuses."""
-    return any(map(_is_unfit, jaxpr.eqns))
+    return bool(jaxpr.effects) and any(map(_is_unfit, jaxpr.eqns))
 
 
 def _is_unfit(eqn: JaxprEqn) -> bool:
