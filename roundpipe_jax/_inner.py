@@ -21,7 +21,8 @@ from roundpipe_core._errors import TapeError, message
 from roundpipe_core._slots import Entry, Slot, label_of, where
 
 from ._jax import jax_checkpoint, named, replaced, scan_sizes
-from ._tags import name_of, subprograms
+from ._programs import subprograms
+from ._tags import name_of
 
 __all__ = ["MarkedSlot", "Marks", "item", "lost_with_its_trace", "run_with"]
 

@@ -11,8 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import JaxprEqn, Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var, primitives
 from jax.interpreters import ad, batching, mlir, partial_eval
+
+from ._jax import replaced
+from ._programs import subprograms, with_subprograms
+from ._sinks import Stays
 
 __all__ = ["is_pin", "pinned"]
 
@@ -40,4 +44,62 @@ _pin.def_abstract_eval(lambda aval: aval)
 mlir.register_lowering(_pin, lambda context, value: [value])
 ad.primitive_jvps[_pin] = lambda values, dots: (pinned(*values), *dots)
 batching.primitive_batchers[_pin] = lambda values, axes: (pinned(*values), *axes)
-partial_eval.partial_eval_jaxpr_custom_rules[_pin] = _divided
+_rules: Any = partial_eval.partial_eval_jaxpr_custom_rules
+_rules[_pin] = _divided
+
+
+def _without_pins(jaxpr: Jaxpr) -> Jaxpr:
+    pins = {eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if is_pin(eqn)}
+
+    def read(atom: Any) -> Any:
+        while isinstance(atom, Var) and atom in pins:
+            atom = pins[atom]
+        return atom
+
+    eqns = [
+        replaced(eqn, invars=list(map(read, eqn.invars)), params=with_subprograms(eqn, _without_pins))
+        for eqn in jaxpr.eqns
+        if not is_pin(eqn)
+    ]
+    return replaced(jaxpr, eqns=eqns, outvars=list(map(read, jaxpr.outvars)))
+
+
+def _has_pins(jaxpr: Jaxpr) -> bool:
+    return any(is_pin(eqn) or any(map(_has_pins, subprograms(eqn))) for eqn in jaxpr.eqns)
+
+
+def _divided_loop(policy: Any, unknown: Sequence[bool], held: Sequence[bool], eqn: JaxprEqn) -> Any:
+    """A while loop, of whose iterations nothing can be held: one that decides, or updates, is held as a whole.
+
+    It can be unless it is differentiated itself, which JAX can do in forward mode alone. That needs no division.
+    """
+    if not any(map(_has_pins, subprograms(eqn))) and not any(isinstance(effect, Stays) for effect in eqn.effects):
+        return _of_loops(policy, unknown, held, eqn)
+    bare = replaced(eqn, params=with_subprograms(eqn, _without_pins))
+    divided = _of_loops(policy, unknown, held, bare)
+    unknown_results = divided[2]
+    if any(unknown_results) or any(hasattr(effect, "input_index") for effect in eqn.effects):  # of a reference
+        return divided
+    return _of_known(eqn, unknown), None, unknown_results, unknown_results, []
+
+
+def _of_known(eqn: JaxprEqn, unknown: Sequence[bool]) -> JaxprEqn:
+    """The loop without the unknown among its constants, on which none of its results depends."""
+    params = dict(eqn.params)
+    constants = iter(unknown)
+    dropped = []
+    for name in ("cond", "body"):
+        closed, count = params[f"{name}_jaxpr"], params[f"{name}_nconsts"]
+        ours = [next(constants) for _ in range(count)]
+        carried = len(closed.jaxpr.invars) - count
+        needed = [*(not flag for flag in ours), *[True] * carried]
+        jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), needed)
+        params[f"{name}_jaxpr"] = ClosedJaxpr(jaxpr, closed.consts)
+        params[f"{name}_nconsts"] = sum(used[:count])
+        dropped += [not flag for flag in used[:count]]
+    operands = [atom for n, atom in enumerate(eqn.invars) if n >= len(dropped) or not dropped[n]]
+    return replaced(eqn, params=params, invars=operands)
+
+
+_of_loops = _rules[primitives.while_p]
+_rules[primitives.while_p] = _divided_loop

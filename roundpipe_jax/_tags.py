@@ -11,7 +11,7 @@ recompute needs no second decision. What an earlier attempt decided already stan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,9 +22,10 @@ from roundpipe_core._errors import MismatchError, message
 from ._jax import fresh_var, is_custom_vjp, named, replaced, scan_sizes, struct
 from ._names import SAVED
 from ._pins import is_pin, pinned
+from ._programs import subprograms, with_subprograms
 from ._sinks import is_sink, without_sinks
 
-__all__ = ["calls_custom_vjp", "lead_through_tags", "name_of", "names_in", "subprograms", "with_subprograms"]
+__all__ = ["calls_custom_vjp", "lead_through_tags", "name_of", "names_in"]
 
 _NOTHING: Mapping[str, Any] = {}
 _NO_RULE = {
@@ -40,21 +41,6 @@ def name_of(eqn: JaxprEqn) -> str | None:
         return str(eqn.params["name"])
     held: Any = eqn.params.get("_prim")  # under JAX_REMAT3
     return str(held.name) if type(held).__name__ in ("CheckpointName", "CheckpointNameFwd") else None
-
-
-def subprograms(eqn: JaxprEqn) -> list[Jaxpr]:
-    """The programs inside an operation."""
-    found: list[Jaxpr] = []
-    for value in eqn.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, ClosedJaxpr):
-                found.append(item.jaxpr)
-            elif isinstance(item, Jaxpr):
-                found.append(item)
-    held = getattr(eqn.params.get("_prim"), "jaxpr", None)
-    if isinstance(held, ClosedJaxpr):
-        found.append(held.jaxpr)
-    return found
 
 
 def names_in(jaxpr: Jaxpr) -> set[str]:
@@ -98,21 +84,6 @@ def _without_sinks(jaxpr: Jaxpr) -> Jaxpr:
         if not is_sink(eqn)
     ]
     return replaced(jaxpr, eqns=eqns, effects=effects)
-
-
-def with_subprograms(eqn: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> dict[str, Any]:
-    """The parameters of an operation, its programs changed."""
-
-    def changed(value: Any) -> Any:
-        if isinstance(value, ClosedJaxpr):
-            return ClosedJaxpr(change(value.jaxpr), value.consts)
-        if isinstance(value, Jaxpr):
-            return change(value)
-        if isinstance(value, (tuple, list)) and any(isinstance(v, (ClosedJaxpr, Jaxpr)) for v in value):
-            return type(value)(changed(v) for v in value)
-        return value
-
-    return {name: changed(value) for name, value in eqn.params.items()}
 
 
 class _Rewriter:

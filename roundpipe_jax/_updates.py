@@ -19,8 +19,8 @@ from roundpipe_core._errors import MismatchError, message
 
 from ._jax import is_callback, is_io, is_ordered, is_plain, replaced
 from ._names import UPDATE
+from ._programs import subprograms, with_subprograms
 from ._sinks import Stays
-from ._tags import subprograms, with_subprograms
 
 __all__ = ["unfit_updates", "unfit_updates_in", "updates_in", "with_updates"]
 
@@ -114,7 +114,7 @@ def _is_unfit(eqn: JaxprEqn) -> bool:
         return any(map(is_io, eqn.effects))
     if _is_update(eqn):
         return True
-    return any(map(updates_in if eqn.primitive.name == "while" else unfit_updates_in, subprograms(eqn)))
+    return any(map(unfit_updates_in, subprograms(eqn)))
 
 
 def unfit_updates(layer: str, facts: Sequence[tuple[str, str]]) -> MismatchError:
@@ -122,7 +122,7 @@ def unfit_updates(layer: str, facts: Sequence[tuple[str, str]]) -> MismatchError
     return MismatchError(
         message(
             f"layer {layer!r}: it saves or updates inside a scan, cond, vmap, while or jit, and has an update_once "
-            "that the recompute too would make: an ordered io_callback, a write to a jax.Ref, or any in a while loop.",
+            "that the recompute too would make: an ordered io_callback, or a write to a jax.Ref.",
             facts,
             "wrap the function in there in remat, instead of the layer around it; or return the state as a result.",
         )

@@ -322,6 +322,24 @@ def test_someone_elses_checkpoint_decides_once(wrap: str, style: str, policy: st
     np.testing.assert_allclose(got, jax.grad(lambda x: (bare(x) ** 2).sum())(X), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("wrap", [remat, jax.checkpoint, lambda f: jax.checkpoint(remat(f))])
+def test_a_while_loop_decides_once(wrap: Any) -> None:
+    draws = Draws()
+
+    def layer(x: Any) -> Any:
+        def body(state: Any) -> Any:
+            n, before = state
+            return n + 1, save_for_recompute(draws.traced(x + before))[0]
+
+        _, idx = jax.lax.while_loop(lambda state: state[0] < 2, body, (0, jnp.zeros((T, 1), jnp.int32)))
+        return jnp.exp(use(x, W[0], idx))
+
+    got = jax.grad(lambda x: wrap(layer)(x).sum())(X)
+    _, last = draws.log
+    want = jax.grad(lambda x: jnp.exp(use(x, W[0], last)).sum())(X)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
 def test_a_decision_of_constants_is_made_once_in_someone_elses_checkpoint() -> None:
     draws = Draws()
     layer = remat(lambda x, w: by_value(draws, x, w))
