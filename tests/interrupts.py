@@ -74,6 +74,8 @@ def raised_at(n: int, error: Callable[[], BaseException], step: Callable[[], Any
     except BaseException as raised:
         at.came_through(raised)
         return raised
+    if at.raised is None and n > 1:  # the last lines are a finalizer's
+        return raised_at(n - 1, error, step)
     raise AssertionError(f"line {n}: the error was swallowed")
 
 
