@@ -148,7 +148,7 @@ class _Region:
             forget_with(self, self.slot)
         if self.generators and self.generators.missed():
             raise started_inside(self.slot.label)
-        if self.outermost and not is_inside(thread.run):
+        if not is_inside(thread.run):
             held(self.slot, tensors, {}, self.parcel)
         nodes = gradient_nodes(mark, self.function, (*tensors, *self.leaves))
         return *self._given(leaves, tensors, ends, begun, phase is Phase.RECOMPUTE), nodes

@@ -36,6 +36,7 @@ from roundpipe_torch import (
     recompute_once,
     remat,
     save_for_recompute,
+    usage,
 )
 from tests.on_torch.hugging import Operations
 from tests.on_torch.oracle import leaf, plain, same
@@ -141,6 +142,11 @@ LAYERS = {
     "noise": (lambda z, w: torch.randn(z.shape, generator=FOREIGN, dtype=z.dtype) * w, "randn"),
     "noise in place": (lambda z, w: torch.empty_like(z).uniform_(generator=FOREIGN) * w + z, "uniform_"),
     "coin": (lambda z, w: torch.empty_like(z).bernoulli_(0.5, generator=FOREIGN) * w + z, "bernoulli_"),
+    "coin, then topk": (
+        lambda z, w: torch.empty_like(z).bernoulli_(0.5, generator=FOREIGN) + z.topk(3)[0].sum() * w,
+        "topk",
+    ),
+    "topk, after a region": (lambda z, w: checkpoint(torch.exp, z).topk(3)[0] * w[:, :3], "topk"),
     "item": (_branch(lambda s: s.item() > 0), "_local_scalar_dense"),
     "bool": (_branch(lambda s: bool(s > 0)), "_local_scalar_dense"),
     "int": (_branch(lambda s: int(s * 1e12) > 0), "_local_scalar_dense"),
@@ -830,6 +836,17 @@ def test_torch_functions_may_be_named():
 
         remat(layer, auto={named})(ties()).sum().backward()
         assert torch.equal(*seen)
+
+
+def dropped(x):
+    return x * torch.empty_like(x).bernoulli_(0.5, generator=FOREIGN)
+
+
+def test_a_draw_in_place_that_is_named_is_one_decision():
+    with usage() as report:
+        y = remat(dropped, auto={torch.ops.aten.bernoulli_})(ties())
+    assert report.layers[0].decisions == 1
+    del y
 
 
 def test_a_function_whose_result_has_gradient_is_refused():  # R5

@@ -224,6 +224,39 @@ def test_an_error_at_any_line_comes_through_and_leaves_nothing(program, way, err
         steps.clear()
 
 
+def test_an_interrupt_between_a_call_and_its_end_leaves_no_hooks():
+    """Each line there, as the lines of a whole step are too many to try them all."""
+
+    class InCalls(At):
+        def _called(self, frame, event, arg):
+            return super()._called(frame, event, arg) if frame.f_code.co_qualname == "_call" else None
+
+    def step():
+        checkpoint(torch.exp, torch.ones(2, requires_grad=True)).sum().backward()
+
+    step()
+    with InCalls(-1) as every:
+        step()
+    clean = left_behind()
+    for n in range(1, every.seen + 1):
+        with pytest.raises(KeyboardInterrupt), InCalls(n):
+            step()
+        assert left_behind() == clean, f"line {n}"
+
+
+def test_an_error_that_a_region_catches_leaves_the_thread_inside():
+    inside = []
+
+    def layer(x):
+        with contextlib.suppress(TypeError):
+            checkpoint(lambda x: x + None, x)
+        inside.append(Visit.inside())
+        return x.exp()
+
+    checkpoint(layer, torch.ones(2, requires_grad=True)).sum().backward()
+    assert inside == [True, True]
+
+
 # Memory runs out where we ask for some
 
 ON_DEVICE = Offload(**EVERYTHING)

@@ -182,6 +182,7 @@ def test_size_and_what_the_save_says(device) -> None:
 
     assert moved(None) == moved("cpu") == moved(Offload(min_bytes=T * D + 1)) == 0
     assert moved(Offload(min_bytes=T * D)) == 1
+    assert moved(Offload(min_bytes=0)) == 1
     assert moved(Offload(min_bytes=1), offload=False) == 0
     assert moved(None, offload=True) == moved("cpu", offload=True) == moved(Offload(saves=False), offload=True) == 1
     assert moved(Offload(budget=1), offload=True) == 0

@@ -294,8 +294,26 @@ def test_phases_that_return_other_structures() -> None:
 
 @pytest.mark.parametrize("options", [{"debug": True}, {"context_fn": lambda: (None, None)}, {"verify": "warn"}])
 def test_options_of_the_other_engine(options) -> None:
-    with pytest.raises(OptionError, match="context_fn, debug and verify do not go with use_reentrant=True"):
+    with pytest.raises(OptionError, match="context_fn, debug and verify do not go with use_reentrant=True") as caught:
         remat(torch.exp, use_reentrant=True, **options)(leaf())
+    assert lines(caught)[-1] == "  way out: leave them out, or use the default engine (use_reentrant=False)."
+
+
+def test_an_error_of_the_backward_inside_comes_out_as_it_is() -> None:
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise error
+
+    error = RuntimeError("pretended")
+    y = reentrant(Failing.apply, leaf())
+    with pytest.raises(RuntimeError) as caught:
+        y.sum().backward()
+    assert caught.value is error
 
 
 def test_a_module_in_the_middle_of_a_net() -> None:

@@ -83,6 +83,13 @@ def test_another_function_of_the_same_tensor_is_an_error() -> None:
     assert "CosBackward0" in str(caught.value)
 
 
+def test_a_tensor_of_the_recompute_that_leads_to_no_output_is_an_error() -> None:
+    kept = []
+    layer = told(lambda x, w: (torch.sin(x @ w), 1), lambda x, w, _: kept.append(torch.cos(x @ w)) or x.detach())
+    with pytest.raises(CheckpointMismatchError, match="recompute saved one for nothing that is returned\\."):
+        checkpoint(layer, leaf(D, D), leaf(D, D, seed=1)).sum().backward()
+
+
 def test_a_weight_stepped_before_backward_is_told_in_code_of_its_own_too() -> None:
     w = nn.Parameter(leaf(D, D, seed=1).detach())
     layer = told(lambda x: (torch.sin(x @ w), 1), lambda x, _: torch.sin(x @ w))
