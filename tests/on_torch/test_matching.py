@@ -254,7 +254,7 @@ def test_nothing_is_collected_where_no_cycle_keeps_anything(monkeypatch) -> None
         return 0
 
     monkeypatch.setattr(gc, "collect", collect)
-    compare(two_decisions)
+    compare(sorted_in_forward)
 
 
 def test_aux_of_both_phases_in_the_loss() -> None:
