@@ -188,13 +188,14 @@ def test_size_and_what_the_save_says(device) -> None:
     assert moved(Offload(budget=1), offload=True) == 0
 
 
-def test_all_that_a_region_has_on_the_host_sets_out_before_any_of_it_is_awaited(device) -> None:
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_all_that_a_region_has_on_the_host_sets_out_before_any_of_it_is_awaited(device, use_reentrant) -> None:
     def layer(x):
         for n in range(3):
             x = x + save_for_recompute(torch.ones(T, D), name=str(n))[0]
         return x.exp()
 
-    remat(layer, offload=Offload(min_bytes=1))(leaf(T, D)).sum().backward()
+    remat(layer, offload=Offload(min_bytes=1), use_reentrant=use_reentrant)(leaf(T, D)).sum().backward()
     assert [what for what, _ in device.log] == ["away"] * 3 + ["back"] * 3 + ["wait"] * 3
 
 
