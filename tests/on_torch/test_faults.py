@@ -224,24 +224,32 @@ def test_an_error_at_any_line_comes_through_and_leaves_nothing(program, way, err
         steps.clear()
 
 
-def test_an_interrupt_between_a_call_and_its_end_leaves_no_hooks():
-    """Each line there, as the lines of a whole step are too many to try them all."""
+@pytest.mark.parametrize("function", ["_call", "Resting.__enter__"])
+def test_an_interrupt_where_hooks_are_put_leaves_none(function):
+    """At each line there, as the lines of a whole step are too many to try them all."""
 
-    class InCalls(At):
+    class Inside(At):
         def _called(self, frame, event, arg):
-            return super()._called(frame, event, arg) if frame.f_code.co_qualname == "_call" else None
+            return super()._called(frame, event, arg) if frame.f_code.co_qualname == function else None
+
+    def layer(x):
+        x.register_hook(torch.neg)
+        return x.exp()
 
     def step():
-        checkpoint(torch.exp, torch.ones(2, requires_grad=True)).sum().backward()
+        steps[:] = [torch.ones(2, requires_grad=True)]
+        checkpoint(layer, steps[0]).sum().backward()
 
+    steps: list[torch.Tensor] = []
     step()
-    with InCalls(-1) as every:
+    with Inside(-1) as every:
         step()
     clean = left_behind()
     for n in range(1, every.seen + 1):
-        with pytest.raises(KeyboardInterrupt), InCalls(n):
+        with pytest.raises(KeyboardInterrupt), Inside(n):
             step()
         assert left_behind() == clean, f"line {n}"
+        assert [*(steps[0]._backward_hooks or {}).values()] in ([], [torch.neg]), f"line {n}"
 
 
 def test_an_error_that_a_region_catches_leaves_the_thread_inside():

@@ -222,9 +222,20 @@ def test_of_a_remat_module_with_a_weight_used_in_each_microbatch() -> None:
             losses = [layer(leaf(5, 4, seed=seed + n)).square().sum() for n in range(3)]
             for n in (0, 2, 1):
                 losses[n].backward()
-        return net.weight.grad, net.side.grad
+        layer.handle.remove()  # the one that is left
+        return net.weight.grad, net.side.grad, len(net.weight._backward_hooks)
 
     same(microbatches(remat), microbatches(lambda net: net), within=1e-6)
+
+
+@pytest.mark.parametrize("way", [checkpoint, twice, reentrant, reentrant_inside], ids=lambda way: way.__name__)
+def test_what_the_recompute_alone_registers_on_a_weight_of_the_closure_is_gone_with_it(way) -> None:
+    def gradients(way):
+        x, w = leaf(5, 4, dtype=torch.float64), leaf(4, 4, seed=2, dtype=torch.float64)
+        way(lambda h: in_the_recompute_alone(h * 1.5, w), x).sum().backward()
+        return x.grad, w.grad, len(w._backward_hooks or ())
+
+    same(gradients(way)[1:], gradients(plain)[1:], within=1e-12)
 
 
 # On what a kept function is given, and on what it returns

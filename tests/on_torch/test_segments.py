@@ -83,6 +83,15 @@ def test_another_function_of_the_same_tensor_is_an_error() -> None:
     assert "CosBackward0" in str(caught.value)
 
 
+def test_the_input_of_a_region_in_code_of_each_phase_is_what_that_phase_gave_it() -> None:
+    def layer(x, w):
+        if doing_recompute():
+            return checkpoint(torch.sin, x @ w)
+        return checkpoint(torch.sin, x @ w)
+
+    agree(lambda way: gradients(layer, way, leaf(D, D), leaf(D, D, seed=1)))
+
+
 def test_a_tensor_of_the_recompute_that_leads_to_no_output_is_an_error() -> None:
     kept = []
     layer = told(lambda x, w: (torch.sin(x @ w), 1), lambda x, w, _: kept.append(torch.cos(x @ w)) or x.detach())
