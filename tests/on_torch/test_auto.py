@@ -640,9 +640,9 @@ def test_verify_tells_of_another_path_once():
     y = remat(lambda x: layer(x, Reversed()), auto=True, verify="raise")(x)
     with pytest.raises(VerifyError) as error:
         y.sum().backward()
-    found = [flip.item for flip in error.value.flips if flip.item.startswith("decision")]
-    assert len(found) == 1
-    assert found[0].startswith(f"decision 1 is a topk at {__file__}")
+    (found,) = [flip for flip in error.value.flips if flip.item.startswith("decision")]
+    assert found.item.startswith(f"decision 1 is a topk at {__file__}")
+    assert (found.rows, found.total, found.first) == (1, 1, 0)
     assert not any(flip.item.startswith("a plain recompute fails") for flip in error.value.flips)
 
 
@@ -817,7 +817,10 @@ def test_operations_and_functions_of_the_user(named, decide):
     def run(way):
         CALLS.clear()
         x, w = ties(), weights()
-        way(lambda x, w: w.gather(1, decide(x)[:, None]) * x.topk(2).values, x, w).sum().backward()
+        y = way(lambda x, w: w.gather(1, decide(x)[:, None]) * x.topk(2).values, x, w).sum()
+        with Operations() as backward:
+            y.backward()
+        assert not backward.counts["topk"]  # which is watched on
         return [x.grad, w.grad], len(CALLS)
 
     want, once = run(plain)
@@ -825,6 +828,21 @@ def test_operations_and_functions_of_the_user(named, decide):
     assert calls == once == 1
     same(got, want)
     assert run(auto)[1] == 2  # for those who do not name it
+
+
+def draw(x):
+    return torch.rand(len(x), 1)
+
+
+def test_what_a_named_function_draws_the_recompute_goes_on_from():  # R7
+    seen = []
+
+    def layer(x):
+        seen.append((draw(x), torch.rand(2)))
+        return x.exp() * seen[-1][0]
+
+    remat(layer, auto=[draw])(ties()).sum().backward()
+    same(seen[1], seen[0])
 
 
 def test_torch_functions_may_be_named():

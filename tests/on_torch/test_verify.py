@@ -153,7 +153,7 @@ def test_a_flip_that_breaks_the_layer_is_told_too() -> None:
         y.backward()
     failure = caught[0].message.flips[1]
     assert failure.item.startswith("a plain recompute fails")
-    assert (failure.rows, failure.total) == (1, 1)
+    assert (failure.rows, failure.total, failure.first) == (1, 1, 0)
 
 
 def test_structures_and_plain_values_are_compared() -> None:
