@@ -467,7 +467,7 @@ class Call:
         self, program: Program, found: Recompute, forward: Program | None, slots: int, away: Away = _NOTHING_AWAY
     ) -> Any:
         policy = self.options.policy
-        before = id(forward and forward.jaxpr.jaxpr)  # which the lane holds
+        before = id(forward and forward.jaxpr.eqns)  # which the lane holds
         key = (self.options.mode, id(policy), self.barrier, before, id(program.jaxpr), away)
         lane = found.made.get(key)
         if lane is None:

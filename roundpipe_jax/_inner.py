@@ -27,6 +27,7 @@ __all__ = ["MarkedSlot", "Marks", "item", "run_with"]
 
 _MARK = "roundpipe_tape "
 _ITEM = "roundpipe_item "
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")  # since jax 0.11 the last for the two before
 _serials = itertools.count()
 
 
@@ -245,7 +246,7 @@ class _Run:
             return self.scan(eqn, operands)
         if kind == "cond":
             return self.cond(eqn, operands)
-        if kind in ("jit", "pjit", "closed_call", "core_call"):
+        if kind in _CALLS:
             [inner] = subprograms(eqn)
             return self.program(inner, _consts(eqn), operands)
         if kind in ("remat2", "checkpoint"):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
 from roundpipe_core._errors import MismatchError, SlotError, TapeError, message
 from roundpipe_core._slots import Place, Slot, facts_of, label_of, where
@@ -54,27 +54,25 @@ class _Plan:
 
     captured: tuple[str, ...]  # kinds of the arrays that it closes over
     floats: tuple[bool, ...]  # of the inputs
-    forward: Jaxpr  # from the inputs to what is held
-    again: Program | None  # from the inputs and the function's decisions to the rest of what is held
-    decisions: tuple[int, ...]  # which of what is held
-    linear: Jaxpr  # from tangents of floating inputs to those of floating outputs, or back; its constants: residuals
+    forward: Program  # from the constants of the function's derivative and the inputs to what is held
+    again: Program | None  # from the inputs, those constants and the function's decisions to the rest of what is held
+    given: tuple[int, ...]  # the constants and the decisions among what is held
+    linear: Program  # from tangents of floating inputs to those of floating outputs, or back; its constants: residuals
     residuals: tuple[_From, ...]
     back: bool  # whether it goes from cotangents to cotangents
     outputs: tuple[_From, ...]
     shape: Split  # of the outputs
     refusal: str  # what to say if it cannot be made again
 
-    def made(self, inputs: _Arrays) -> list[Any]:
+    def made(self, constants: _Arrays, inputs: _Arrays) -> list[Any]:
         """What is to be held."""
-        made: list[Any] = jax.core.eval_jaxpr(self.forward, (), *inputs)
-        return made
+        return self.forward.run((), [*constants, *inputs])
 
     def made_again(self, held: _Arrays, inputs: _Arrays) -> list[Any]:
         """The same, with the decisions that the function made."""
         if self.again is None:
             raise MismatchError(self.refusal)
-        decided = [held[n] for n in self.decisions]
-        return self.again.run((), [*inputs, *decided])
+        return self.again.run((), [*inputs, *(held[n] for n in self.given)])
 
     def out(self, held: _Arrays, inputs: _Arrays) -> list[Any]:
         """The outputs."""
@@ -89,9 +87,7 @@ class _Plan:
 
     def pulled_back(self, held: _Arrays, inputs: _Arrays, slopes: _Arrays) -> list[Any]:
         """Cotangents of the floating inputs, from those of the floating outputs."""
-        residuals = [source(held, inputs) for source in self.residuals]
-        moved: list[Any] = jax.core.eval_jaxpr(self.linear, residuals, *slopes)
-        return moved
+        return self.linear.run([source(held, inputs) for source in self.residuals], slopes)
 
 
 class Kept:
@@ -125,8 +121,8 @@ def keep(run: Any, function: Callable[..., Any], args: Any, kwargs: Any, place: 
     else:
         program = call.program()
         inputs = [*program.consts, *call.arrays]
-        plan = _planned(program, inputs, call.saves_inside())
-        held = plan.made(run.arguments(inputs))
+        plan, constants = _planned(program, inputs, call.saves_inside())
+        held = plan.made(*run.arguments((constants, inputs)))
         if run.tags or run.names:
             held = [named(array, KEPT) if is_tracer(array) else array for array in held]
         saves = call.not_on_tape() if SAVED in names_in(program.jaxpr.jaxpr) else None
@@ -240,8 +236,8 @@ def _kind(array: Any) -> str:
     return f"{array.dtype}{list(array.shape)}"
 
 
-def _planned(program: Program, inputs: _Arrays, refusal: str) -> _Plan:
-    """How to run a program in parts: what it holds, and its derivative from that."""
+def _planned(program: Program, inputs: _Arrays, refusal: str) -> tuple[_Plan, _Arrays]:
+    """How to run a program in parts: what it holds, and its derivative from that; and the derivative's constants."""
     floats = tuple(map(is_float, inputs))
     captured = len(program.consts)
     back = calls_custom_vjp(program.jaxpr.jaxpr)
@@ -259,34 +255,42 @@ def _planned(program: Program, inputs: _Arrays, refusal: str) -> _Plan:
         sources = _Sources(inputs)
         given = iter(still), iter(moving)
         outs = [next(given[is_float(out)]) for out in program.out[0]]
-        found.update(linear=closed.jaxpr, outputs=sources.of(outs), residuals=sources.of(closed.consts))
+        linearization = Program(closed, None).bare()  # the constants are tracers of this trace
+        found.update(linear=linearization, outputs=sources.of(outs), residuals=sources.of(closed.consts))
         return sources.held
 
-    forward, again, decisions = _with_decisions(jax.make_jaxpr(linearized)(*inputs).jaxpr)
-    return _Plan(
+    whole = jax.make_jaxpr(linearized)(*inputs)
+    forward, again, given = _with_decisions(whole)
+    plan = _Plan(
         captured=tuple(map(_kind, program.consts)),
         floats=floats,
         back=back,
         forward=forward,
         again=again,
-        decisions=decisions,
+        given=given,
         shape=program.out[1].value,
         refusal=refusal,
         **found,
     )
+    return plan, whole.consts
 
 
-def _with_decisions(forward: Jaxpr) -> tuple[Jaxpr, Program | None, tuple[int, ...]]:
-    """The program with its decisions among what is held, the same with decisions given, and where they are (R8)."""
-    tags = [eqn for eqn in forward.eqns if name_of(eqn) == SAVED]
-    decided = list(dict.fromkeys(eqn.outvars[0] for eqn in tags))
-    whole = replaced(forward, outvars=[*forward.outvars, *decided])
-    decisions = tuple(range(len(forward.outvars), len(whole.outvars)))
-    if any(SAVED in names_in(inner) for eqn in forward.eqns for inner in subprograms(eqn)):
-        return whole, None, decisions
-    eqns = [eqn for eqn in forward.eqns if name_of(eqn) != SAVED]
-    again = replaced(whole, eqns=eqns, invars=[*forward.invars, *decided])
-    return whole, Program(ClosedJaxpr(again, []), None).pruned(), decisions
+def _with_decisions(closed: ClosedJaxpr) -> tuple[Program, Program | None, tuple[int, ...]]:
+    """The program with its decisions among what is held, the same with decisions given, and where they are (R8).
+
+    Its constants, of rules for derivatives, are inputs: held as decisions are, they need not be the same in each call.
+    """
+    bare = closed.jaxpr
+    tags = [eqn for eqn in bare.eqns if name_of(eqn) == SAVED]
+    given = [*bare.constvars, *dict.fromkeys(eqn.outvars[0] for eqn in tags)]
+    forward = replaced(bare, constvars=[], invars=[*bare.constvars, *bare.invars], outvars=[*bare.outvars, *given])
+    places = tuple(range(len(bare.outvars), len(forward.outvars)))
+    whole = Program(ClosedJaxpr(forward, []), None)
+    if any(SAVED in names_in(inner) for eqn in bare.eqns for inner in subprograms(eqn)):
+        return whole, None, places
+    eqns = [eqn for eqn in bare.eqns if name_of(eqn) != SAVED]
+    again = replaced(forward, eqns=eqns, invars=[*bare.invars, *given])
+    return whole, Program(ClosedJaxpr(again, []), None).pruned(), places
 
 
 class _Sources:
@@ -364,8 +368,9 @@ def _depending(plan: _Plan, held: _Arrays, inputs: _Arrays) -> list[Any]:
     return operation(held, inputs)
 
 
-def _moved(linear: Jaxpr, residuals: _Arrays, dots: Sequence[Any]) -> list[Any]:
+def _moved(program: Program, residuals: _Arrays, dots: Sequence[Any]) -> list[Any]:
     """A linear map of tangents. What follows from one that is None, zero, is not computed."""
+    linear = program.jaxpr.jaxpr
     zero = {var for var, dot in zip(linear.invars, dots, strict=True) if dot is None}
     moving = {var for var, dot in zip(linear.invars, dots, strict=True) if dot is not None}
     eqns = []

@@ -26,7 +26,6 @@ from ._sinks import is_sink, without_sinks
 __all__ = ["calls_custom_vjp", "lead_through_tags", "name_of", "names_in", "subprograms", "updates_in"]
 
 _NOTHING: Mapping[str, Any] = {}
-_OUTER_OPERANDS = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint")
 _NO_RULE = {
     "custom_jvp_call": "a function with a custom_jvp rule",
     "custom_vjp_call": "a function with a custom_vjp rule",
@@ -39,7 +38,7 @@ def name_of(eqn: JaxprEqn) -> str | None:
     if eqn.primitive.name == "name":
         return str(eqn.params["name"])
     held: Any = eqn.params.get("_prim")  # under JAX_REMAT3
-    return str(held.name) if type(held).__name__ == "CheckpointName" else None
+    return str(held.name) if type(held).__name__ in ("CheckpointName", "CheckpointNameFwd") else None
 
 
 def subprograms(eqn: JaxprEqn) -> list[Jaxpr]:
@@ -252,12 +251,13 @@ def _read(new: dict[Var, Any], atom: Any) -> Any:
 
 
 def _operands(eqn: JaxprEqn, saved: set[int]) -> list[Any]:
-    """The operands behind the inputs `saved` of an inner program, where an operand is the value itself."""
-    if eqn.primitive.name in _OUTER_OPERANDS:
-        return [eqn.invars[n] for n in saved]
+    """The operands behind the inputs `saved` of an inner program: the value itself, or what it is a part of."""
     if eqn.primitive.name == "cond":
         return [eqn.invars[n + 1] for n in saved]
     if eqn.primitive.name == "scan":
         consts, carry = scan_sizes(eqn.params)
         return [eqn.invars[n] for n in saved if not consts <= n < consts + carry]
+    inner = subprograms(eqn)
+    if len(inner) == 1 and len(inner[0].invars) == len(eqn.invars):  # a call, of whatever kind: jit, shard_map
+        return [eqn.invars[n] for n in saved]
     return []

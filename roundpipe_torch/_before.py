@@ -16,12 +16,11 @@ from roundpipe_core._phase import thread
 
 from ._buffers import Buffers
 from ._state import Generators, Visit
-from ._torchs import innermost
+from ._torchs import innermost, is_ours
 
 __all__ = ["Before"]
 
 _Hooks = tuple[Callable[..., Any], Callable[..., Any]]
-_OURS = __name__.partition(".")[0]
 
 
 class Before:
@@ -57,4 +56,4 @@ class Before:
         """Whether these are hooks of a region that is no more."""
         if hooks is None or (self._hooks is not None and hooks[0] is self._hooks[0]):
             return False
-        return str(getattr(hooks[1], "__module__", "")).startswith(_OURS)
+        return is_ours(hooks)

@@ -164,7 +164,8 @@ def run_region(
 ) -> Any:
     """Run `function` as a region under `options`."""
     outer = thread.run
-    around = region_of(innermost(False), outer)
+    hooks = innermost(False)
+    around = None if hooks is None else region_of(hooks, outer)
     if around is not None:
         try:
             thread.run = around

@@ -20,7 +20,7 @@ from roundpipe_core._slots import Slot
 from . import _compile
 from ._matching import region_codes
 from ._run import TorchRun
-from ._torchs import Part, innermost, is_torchs, part_of, parts_around
+from ._torchs import Part, innermost, is_ours, part_of, parts_around
 
 __all__ = ["recompute_contexts", "region_of"]
 
@@ -96,11 +96,11 @@ class _PhaseContext:
 
 
 def region_of(hooks: Any, outer: Run | None) -> TorchRun | None:
-    """The run of torch's own checkpoint whose `hooks` are the innermost, inside of `outer`.
+    """The run of torch's own checkpoint, inside of `outer`, where `hooks` are the innermost.
 
     None if there is none, or if `outer` is it or a part of it.
     """
-    if not is_torchs(hooks):
+    if is_ours(hooks):
         return None
     around = [*outer.around()] if isinstance(outer, TorchRun) else []
     new = [*takewhile(lambda part: part.run() not in around, parts_around(hooks, region_codes))]

@@ -472,7 +472,7 @@ class _Recompute:
         trace.add(n, partner, tensor)
         if n - trace.starts[-1] == self._stop_offset and self._complete():
             self.done = True
-            if not (self.frame.runs_out or _draws_late()):
+            if not ((self.frame.runs_out and _proxies(_PROXY) is None) or _draws_late()):
                 raise _Stop(self)
         return partner
 
@@ -555,6 +555,11 @@ def _call(
 _push_hooks: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 region_codes |= {_call.__code__}
+
+
+_proxies: Callable[[Any], Any] = torch._C._get_dispatch_mode
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+"""The mode that writes a program of what runs, which shall have nothing in vain."""
 
 
 def _draws_late() -> bool:

@@ -17,6 +17,7 @@ __all__ = [
     "in_backward_of_others",
     "in_forward_of_others",
     "innermost",
+    "is_ours",
     "is_torchs",
     "leave",
     "part_of",
@@ -33,6 +34,14 @@ _REENTRANT = "CheckpointFunction"
 def is_torchs(hooks: Any) -> bool:
     """Whether hooks for saved tensors are those of torch's own checkpoint."""
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def is_ours(hooks: Any) -> bool:
+    """Whether they are those of a region or of a decision."""
+    return hooks is not None and str(getattr(hooks[1], "__module__", "")).startswith(_OURS)
+
+
+_OURS = __name__.partition(".")[0]
 
 
 class Part:
@@ -52,6 +61,10 @@ class Part:
     def slot(self) -> Any:
         """What its forward decided; None if that had no region."""
         return None if self._notes.first is None else self._notes.first.slot
+
+    def is_same(self, other: Part | None) -> bool:
+        """Whether the other is this part, in whatever phase."""
+        return other is not None and other._notes is self._notes
 
     def run(self) -> Any:
         """The run that stands for it in this phase; None if there is none yet."""
@@ -89,25 +102,36 @@ def part_of(hooks: Any) -> Part | None:
 def parts_around(hooks: Any, region: Collection[CodeType]) -> Iterator[Part]:
     """The parts that this code is in, the innermost first, up to a region or to a backward.
 
-    The hooks know the innermost. The others are found by who called whom.
+    Hooks of the innermost know it. The others, and where another library's hooks are in between, are found by who
+    called whom.
     """
-    first = part_of(hooks)
-    if first is None:
+    if hooks is None or is_ours(hooks):
         return
-    yield first
-    part, frame = first, _caller()
-    while part.backward is None and frame is not None and frame.f_code not in region:
-        found: Any = None
-        if frame.f_code is _CALL:
-            begun: Any = frame.f_locals.get("gen")
-            found = begun and begun.gi_frame and begun.gi_frame.f_locals.get("new_frame")
-            part = Part(found, None) if found else part
-        elif frame.f_code.co_name == "unpack_hook" and frame.f_code.co_filename == _CALL.co_filename:
-            found = frame.f_locals["frame"]
-            part = Part(found, frame.f_locals["gid"])
-        if found and part._notes is not first._notes:
-            yield part
+    first = part_of(hooks)
+    if first is not None:
+        yield first
+        if first.backward is not None:
+            return
+    frame = _caller()
+    while frame is not None and frame.f_code not in region:
+        part = _part_at(frame)
+        if part is not None:
+            if not part.is_same(first):
+                yield part
+            if part.backward is not None:
+                return
         frame = frame.f_back
+
+
+def _part_at(frame: FrameType) -> Part | None:
+    """The part that torch's code in `frame` runs, for the first time or again."""
+    if frame.f_code.co_filename != checkpoint.__file__:
+        return None
+    if frame.f_code.co_name == "unpack_hook":
+        return Part(frame.f_locals["frame"], frame.f_locals["gid"])
+    begun = _begun(frame)
+    part = begun and begun.gi_frame and begun.gi_frame.f_locals.get("new_frame")
+    return Part(part, None) if part else None
 
 
 def leave(error: BaseException) -> None:
@@ -118,28 +142,31 @@ def leave(error: BaseException) -> None:
     hooks = innermost(False)
     if not is_torchs(hooks):
         return
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is _CALL]
-    for frame in reversed(frames):
-        begun = frame.f_locals.get("gen")
-        if begun is not None:
-            begun.close()
+    begun = [_begun(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for part in reversed(begun):
+        if part is not None:
+            part.close()
 
 
 def _caller() -> FrameType | None:
     return sys._getframe(2)
 
 
-_CALL = inspect.unwrap(checkpoint.checkpoint).__code__
+def _begun(frame: FrameType) -> Any:
+    """The generator that runs before and after a part, where `frame` is that of the function which calls both."""
+    code = frame.f_code
+    is_call = code.co_name == "checkpoint" and code.co_filename == checkpoint.__file__
+    return frame.f_locals.get("gen") if is_call else None
 
 
 def in_forward_of_others(region: Collection[CodeType]) -> bool:
-    """Whether a reentrant checkpoint runs here for the first time, inside the code of a region."""
-    return not torch.is_grad_enabled() and _runs(f"{_REENTRANT}.forward", region)
+    """Whether a reentrant checkpoint runs here for the first time, inside the code of a region; without gradient."""
+    return _runs(f"{_REENTRANT}.forward", region)
 
 
 def in_backward_of_others() -> bool:
-    """Whether a reentrant checkpoint runs its part again, here."""
-    return torch._C._current_graph_task_id() != -1 and _runs(f"{_REENTRANT}.backward", ())
+    """Whether a reentrant checkpoint runs its part again, here; in a backward."""
+    return _runs(f"{_REENTRANT}.backward", ())
 
 
 def _runs(name: str, until: Collection[CodeType]) -> bool:

@@ -21,6 +21,8 @@ from jax._src.lax.control_flow.loops import scan_p, while_p
 from jax._src.pjit import jit_p
 from jax.interpreters import partial_eval
 
+from roundpipe_jax._jax import scan_sizes
+
 __all__ = ["interpreted"]
 
 _compiled = jax_pjit._pjit_call_impl_python
@@ -33,7 +35,8 @@ def evaluated(closed: Any, *args: Any) -> list[Any]:
     return jax.core.eval_jaxpr(jaxpr, closed.consts, *args)
 
 
-def scanned(*args: Any, length: int, reverse: bool, num_consts: int, num_carry: int, jaxpr: Any, **_: Any) -> Any:
+def scanned(*args: Any, length: int, reverse: bool, jaxpr: Any, **sizes: Any) -> Any:
+    num_consts, num_carry = scan_sizes(sizes)
     consts, carry = list(args[:num_consts]), list(args[num_consts : num_consts + num_carry])
     stacked = args[num_consts + num_carry :]
     rows: list[Any] = [None] * length

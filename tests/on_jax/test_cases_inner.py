@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import io_callback
+from jax.experimental.scheduling_groups import scheduling_group
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from roundpipe_jax import (
     GradientError,
@@ -200,11 +203,15 @@ def test_one_value_under_three_names_and_as_an_output() -> None:
     both(layer, X)
 
 
+MESH = jax.make_mesh((1,), ("i",), axis_types=(AxisType.Auto,))
 OUTSIDE: dict[str, Callable[..., Any]] = {
     "jit": lambda f, x, k: jax.jit(f)(x, k),
+    "traced": lambda f, x, k: jax.jit(f).trace(x, k)(x, k),
     "checkpoint": lambda f, x, k: jax.checkpoint(f)(x, k),
     "cond": lambda f, x, k: lax.cond(x.sum() < 99, f, lambda x, k: x, x, k),
     "scan": lambda f, x, k: lax.scan(lambda x, _: (f(x, k), None), x, None, length=2)[0],
+    "shard_map": lambda f, x, k: jax.shard_map(f, mesh=MESH, in_specs=P(), out_specs=P())(x, k),
+    "a call of another kind": lambda f, x, k: scheduling_group("one")(f)(x, k),
 }
 
 
@@ -228,6 +235,7 @@ def test_a_decision_of_the_layer_that_is_saved_inside(inner: str, twice: bool) -
 
 HANDING_OUT: dict[str, Callable[..., Any]] = {
     "jit": lambda f, x: jax.jit(f)(x),
+    "traced": lambda f, x: jax.jit(f).trace(x)(x),
     "cond": lambda f, x: lax.cond(x.sum() < 99, f, lambda x: (x, jnp.float32(0)), x),
     "scan": lambda f, x: lax.scan(lambda x, _: f(x), x, None, length=1),
     "vmap": lambda f, x: jax.vmap(f)(x[:1]),

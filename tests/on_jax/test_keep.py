@@ -194,6 +194,40 @@ def test_transformations(function: str, transform: str) -> None:
         same(check(REMATS[wrap](layer(fun))), want, 2e-4)
 
 
+SCALE = jnp.arange(1.0, D + 1)
+
+
+def with_jvp_rule(scale: Any) -> Any:
+    f: Any = jax.custom_jvp(jnp.sin)
+    f.defjvp(lambda primals, dots: (f(*primals), dots[0] * scale * jnp.cos(*primals)))
+    return f
+
+
+def with_vjp_rule(scale: Any) -> Any:
+    f: Any = jax.custom_vjp(jnp.sin)
+    f.defvjp(lambda x: (jnp.sin(x), scale * jnp.cos(x)), lambda slope, dot: (slope * dot,))
+    return f
+
+
+@pytest.mark.parametrize("wrap", REMATS)
+@pytest.mark.parametrize("made", [with_jvp_rule, with_vjp_rule])
+@pytest.mark.parametrize("way", ["eager", "jit", "an argument of jit"])
+def test_a_rule_for_the_derivative_with_a_constant_of_its_own(wrap: str, made: Any, way: str) -> None:
+    def slope(how: Any, scale: Any) -> Any:
+        f = REMATS[wrap] if how is keep else lambda f: f
+        return jax.grad(lambda x: (f(lambda x: jnp.tanh(how(made(scale), 2 * x)))(x) ** 2).sum())
+
+    def curve(how: Any, scale: Any) -> Any:
+        return jax.grad(lambda x: (slope(how, scale)(x) ** 2).sum())
+
+    for derivative in (slope, curve) if wrap == "checkpoint" else (slope,):
+        want = derivative(plainly, SCALE)(X)
+        if way == "an argument of jit":
+            same(jax.jit(lambda x, scale, d=derivative: d(keep, scale)(x))(X, SCALE), want)
+        else:
+            same(WAYS[way](derivative(keep, SCALE))(X), want)
+
+
 @pytest.mark.parametrize("wrap", ["checkpoint", "stock"])
 def test_forward_mode_is_refused_where_the_function_has_none(wrap: str) -> None:
     def tangent(f: Any) -> Any:

@@ -162,6 +162,16 @@ def test_what_remat3_would_ignore_is_refused() -> None:
         jax.config.update("jax_remat3", False)
 
 
+def test_names_under_remat3() -> None:
+    jax.config.update("jax_remat3", True)
+    try:
+        for name_it in (checkpoint_name, getattr(jax.ad_checkpoint, "checkpoint_name_fwd", checkpoint_name)):
+            f = remat(lambda x, name_it=name_it: jnp.sin(name_it(jnp.sin(x), "h")), policy=save_policy("h"))
+            jax.make_jaxpr(f)(X)
+    finally:
+        jax.config.update("jax_remat3", False)
+
+
 def test_policies_reach_layers_that_save_in_inner_traces() -> None:
     def scanned(f: Any) -> Any:
         return lambda w, x: jax.lax.scan(lambda x, _: (f(w, x), None), x, None, length=2)[0]

@@ -178,6 +178,14 @@ def test_saves_in_inner_traces(form: str) -> None:
     close(jax.jit(jax.value_and_grad(replaying(region), (0, 1)))(X, MOVED, tape), want)
 
 
+def test_a_save_in_a_traced_function_that_is_called() -> None:
+    region = remat(lambda x, w: jax.jit(layer).trace(x, w)(x, w), label="outer")
+    (_, tape), slope = jax.jit(jax.value_and_grad(recording(region), has_aux=True))(X, W[0])
+    idx_T = route(X @ W[0])
+    close([entry.value for entry in tape.entries()], [idx_T])
+    close(slope, jax.grad(lambda x: jnp.sin(given(x, W[0], idx_T)).sum())(X))
+
+
 def test_a_constant_that_is_saved_with_a_decision() -> None:
     table = jnp.array([3.0, 1.0, 2.0, 5.0])
 

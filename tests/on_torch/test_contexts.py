@@ -211,11 +211,17 @@ def is_refused(run, loudly) -> None:
     )
 
 
+def saved_under_others(value):
+    with torch.autograd.graph.save_on_cpu():
+        return save_for_recompute(value)[0]
+
+
 DECISIONS = {
     "save": lambda: save_for_recompute(3)[0],
     "once": lambda: recompute_once(lambda: 3),
     "update": lambda: update_once(lambda: None) or 3,
     "in no_grad": torch.no_grad()(lambda: save_for_recompute(3)[0]),
+    "under others": lambda: saved_under_others(3),
 }
 
 
@@ -253,7 +259,12 @@ def test_a_region_inside_torchs_reentrant_checkpoint_is_refused_if_it_decides(ar
     assert torch.equal(x.grad, y.grad)
 
 
-@pytest.mark.parametrize("inner", [checkpoint, second])
+def under_others(function, x):
+    with torch.autograd.graph.save_on_cpu():
+        return checkpoint(function, x)
+
+
+@pytest.mark.parametrize("inner", [checkpoint, second, under_others])
 @pytest.mark.parametrize("around", [lambda function, x: function(x), bare, torchs, checkpoint, second])
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_regions_inside_torchs_checkpoint_decide_once(inner, around, early_stop) -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -399,6 +400,17 @@ def test_only_a_few_operations_on_few_elements_are_run_again_to_spare_the_except
     assert torch.equal(got, want)
     assert ours == torchs
     assert ends == (2 if cheap and rows == 6 else 1)
+
+
+def test_a_program_that_is_written_of_a_backward_has_nothing_in_vain() -> None:
+    def gradient(x):
+        y = checkpoint(lambda x: x.exp().sin().mul(2), x)
+        return torch.autograd.grad(y.sum(), x)
+
+    written = make_fx(gradient)(leaf(3))
+    made = [node.target for node in written.graph.nodes if node.op == "call_function"]
+    assert made.count(torch.ops.aten.exp.default) == 2
+    assert made.count(torch.ops.aten.sin.default) == 1
 
 
 def test_recompute_is_torchs_less_the_decision() -> None:
