@@ -83,6 +83,26 @@ def test_another_function_of_the_same_tensor_is_an_error() -> None:
     assert "CosBackward0" in str(caught.value)
 
 
+def test_what_the_recompute_made_is_not_taken_for_an_input() -> None:
+    layer = told(lambda x: (torch.sin(x), 1), lambda x, _: torch.sin(-x))
+    with pytest.raises(CheckpointMismatchError):
+        checkpoint(layer, leaf(D, D)).sum().backward()
+
+
+def test_what_follows_code_of_each_phase_is_no_part_of_it() -> None:
+    def layer(x, w):
+        save_for_recompute(1)
+        if doing_recompute():
+            h = torch.sin(x @ w)
+        else:
+            h = torch.sin(x @ w)
+        save_for_recompute(2, name="more")
+        return torch.tanh(h)
+
+    counted = agree(lambda way: gradients(layer, way, leaf(D, D), leaf(D, D, seed=1)))
+    assert counted.runs == 2
+
+
 def test_the_input_of_a_region_in_code_of_each_phase_is_what_that_phase_gave_it() -> None:
     def layer(x, w):
         if doing_recompute():
