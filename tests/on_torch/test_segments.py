@@ -83,6 +83,18 @@ def test_another_function_of_the_same_tensor_is_an_error() -> None:
     assert "CosBackward0" in str(caught.value)
 
 
+def test_another_function_after_common_work_is_an_error() -> None:
+    def layer(x, w):
+        h = torch.tanh(x @ w)
+        if doing_recompute():
+            return torch.cos(h)
+        save_for_recompute(1)
+        return torch.sin(h)
+
+    with pytest.raises(CheckpointMismatchError, match=r"SinBackward0(.|\n)*saved one for CosBackward0"):
+        checkpoint(layer, leaf(D, D), leaf(D, D, seed=1)).sum().backward()
+
+
 def test_what_the_recompute_made_is_not_taken_for_an_input() -> None:
     layer = told(lambda x: (torch.sin(x), 1), lambda x, _: torch.sin(-x))
     with pytest.raises(CheckpointMismatchError):
