@@ -63,7 +63,7 @@ def _watched(decisions: Decisions, function: Callable[..., Any], /, *args: Any, 
         try:
             _include(_KEY, True)
             result = function(*args, **kwargs)
-            if run.phase is Phase.RECOMPUTE and run.slot.entries:
+            if run.phase is Phase.RECOMPUTE:
                 _watch_of(run).ended(run)
             return result
         finally:

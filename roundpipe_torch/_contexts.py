@@ -115,7 +115,7 @@ def _entered(part: Part, outer: Run | None) -> TorchRun:
     if part.backward is None:
         run = TorchRun(*open_slot(_LABEL, outer), None, None, outer)
     else:
-        run = TorchRun(Phase.RECOMPUTE, part.slot or Slot(_LABEL, orphan=True), None, None)
+        run = TorchRun(Phase.RECOMPUTE, part.slot or Slot(_LABEL), None, None)
         run.torchs_recompute = True
     part.belongs_to(run)
     return run

@@ -106,12 +106,12 @@ class _Region:
         self.ambient = Ambient()
         self.buffers = Buffers.of(function, leaves)
         self.parcel = None if options.offload is None else Parcel(options.offload)
-        self.crowded = False
+        self.crowded: bool
         self.hooked: list[Hooked] = []  # tensors from before it that the forward has put hooks on
         self.located = is_told(thread.run)
-        self.outermost = True  # of the regions of this engine
-        self.accumulates = False  # at once, in the backward inside
-        self.wrote = False  # into its arguments
+        self.outermost: bool  # of the regions of this engine
+        self.accumulates: bool  # at once, in the backward inside
+        self.wrote: bool  # into its arguments
         self.idle: list[bool] = []  # which arguments no gradient comes to; empty if that is not known
         self.weights: list[tuple[weakref.ref[torch.Tensor], int]] = []  # leaves that the closure gave, with versions
         self.trace = Trace(False, self.located)
@@ -148,7 +148,7 @@ class _Region:
             forget_with(self, self.slot)
         if self.generators and self.generators.missed():
             raise started_inside(self.slot.label)
-        if self.outermost and not is_inside(thread.run):
+        if not is_inside(thread.run):
             held(self.slot, tensors, {}, self.parcel)
         nodes = gradient_nodes(mark, self.function, (*tensors, *self.leaves))
         return *self._given(leaves, tensors, ends, begun, phase is Phase.RECOMPUTE), nodes

@@ -14,17 +14,17 @@ class View(NamedTuple):
     """A view of tensor number `whole`: all of it, or what `geometry` says."""
 
     whole: int
-    strides: tuple[int, ...] | None = None  # of the whole, to which `geometry` applies
-    geometry: tuple[tuple[int, ...], tuple[int, ...], int] | None = None  # sizes, strides, offset from the whole's
+    geometry: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int] | None = None
+    """Strides of the whole, then the view's sizes, strides, and offset from the whole's."""
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """The same view of `whole`, without gradient."""
         whole = whole.detach()
-        if self.geometry is None or self.strides is None:
+        if self.geometry is None:
             return whole
-        if whole.stride() != self.strides:
-            whole = torch.empty_strided(whole.shape, self.strides, dtype=whole.dtype, device=whole.device).copy_(whole)
-        sizes, strides, offset = self.geometry
+        expected, sizes, strides, offset = self.geometry
+        if whole.stride() != expected:
+            whole = torch.empty_strided(whole.shape, expected, dtype=whole.dtype, device=whole.device).copy_(whole)
         return whole.as_strided(sizes, strides, whole.storage_offset() + offset)
 
 
@@ -57,7 +57,7 @@ class Origins:
             whole = self._known[n]
             if _is_within(tensor, whole):
                 offset = int(tensor.storage_offset() - whole.storage_offset())
-                return View(n, whole.stride(), (tuple(tensor.shape), tensor.stride(), offset))
+                return View(n, (whole.stride(), tuple(tensor.shape), tensor.stride(), offset))
         return None
 
 

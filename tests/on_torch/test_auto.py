@@ -36,6 +36,7 @@ from roundpipe_torch import (
     recompute_once,
     remat,
     save_for_recompute,
+    usage,
 )
 from tests.on_torch.hugging import Operations
 from tests.on_torch.oracle import leaf, plain, same
@@ -141,6 +142,11 @@ LAYERS = {
     "noise": (lambda z, w: torch.randn(z.shape, generator=FOREIGN, dtype=z.dtype) * w, "randn"),
     "noise in place": (lambda z, w: torch.empty_like(z).uniform_(generator=FOREIGN) * w + z, "uniform_"),
     "coin": (lambda z, w: torch.empty_like(z).bernoulli_(0.5, generator=FOREIGN) * w + z, "bernoulli_"),
+    "coin, then topk": (
+        lambda z, w: torch.empty_like(z).bernoulli_(0.5, generator=FOREIGN) + z.topk(3)[0].sum() * w,
+        "topk",
+    ),
+    "topk, after a region": (lambda z, w: checkpoint(torch.exp, z).topk(3)[0] * w[:, :3], "topk"),
     "item": (_branch(lambda s: s.item() > 0), "_local_scalar_dense"),
     "bool": (_branch(lambda s: bool(s > 0)), "_local_scalar_dense"),
     "int": (_branch(lambda s: int(s * 1e12) > 0), "_local_scalar_dense"),
@@ -634,9 +640,10 @@ def test_verify_tells_of_another_path_once():
     y = remat(lambda x: layer(x, Reversed()), auto=True, verify="raise")(x)
     with pytest.raises(VerifyError) as error:
         y.sum().backward()
-    found = [flip.item for flip in error.value.flips if flip.item.startswith("decision")]
-    assert len(found) == 1
-    assert found[0].startswith(f"decision 1 is a topk at {__file__}")
+    (found,) = [flip for flip in error.value.flips if flip.item.startswith("decision")]
+    assert found.item.startswith(f"decision 1 is a topk at {__file__}")
+    assert (found.rows, found.total, found.first) == (1, 1, 0)
+    assert not any(flip.item.startswith("a plain recompute fails") for flip in error.value.flips)
 
 
 @pytest.mark.cuda
@@ -810,7 +817,10 @@ def test_operations_and_functions_of_the_user(named, decide):
     def run(way):
         CALLS.clear()
         x, w = ties(), weights()
-        way(lambda x, w: w.gather(1, decide(x)[:, None]) * x.topk(2).values, x, w).sum().backward()
+        y = way(lambda x, w: w.gather(1, decide(x)[:, None]) * x.topk(2).values, x, w).sum()
+        with Operations() as backward:
+            y.backward()
+        assert not backward.counts["topk"]  # which is watched on
         return [x.grad, w.grad], len(CALLS)
 
     want, once = run(plain)
@@ -818,6 +828,21 @@ def test_operations_and_functions_of_the_user(named, decide):
     assert calls == once == 1
     same(got, want)
     assert run(auto)[1] == 2  # for those who do not name it
+
+
+def draw(x):
+    return torch.rand(len(x), 1)
+
+
+def test_what_a_named_function_draws_the_recompute_goes_on_from():  # R7
+    seen = []
+
+    def layer(x):
+        seen.append((draw(x), torch.rand(2)))
+        return x.exp() * seen[-1][0]
+
+    remat(layer, auto=[draw])(ties()).sum().backward()
+    same(seen[1], seen[0])
 
 
 def test_torch_functions_may_be_named():
@@ -830,6 +855,17 @@ def test_torch_functions_may_be_named():
 
         remat(layer, auto={named})(ties()).sum().backward()
         assert torch.equal(*seen)
+
+
+def dropped(x):
+    return x * torch.empty_like(x).bernoulli_(0.5, generator=FOREIGN)
+
+
+def test_a_draw_in_place_that_is_named_is_one_decision():
+    with usage() as report:
+        y = remat(dropped, auto={torch.ops.aten.bernoulli_})(ties())
+    assert report.layers[0].decisions == 1
+    del y
 
 
 def test_a_function_whose_result_has_gradient_is_refused():  # R5

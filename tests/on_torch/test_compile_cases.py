@@ -254,9 +254,12 @@ def test_the_values_of_a_top_k_are_kept_with_its_indices() -> None:
 def test_what_the_compiler_merges_with_a_decision_is_kept_too() -> None:
     def layer(x: torch.Tensor) -> torch.Tensor:
         looked_at = route(x).float().mean(-1, keepdim=True)
-        return experts(x, recompute_once(route, x)) * (1 + looked_at)
+        unlike = (x.detach() * 3).exp().sin() * (x.detach() + 2).exp().sin()
+        (scale,) = save_for_recompute((x.detach() * 2).exp())
+        return experts(x, recompute_once(route, x)) * (1 + looked_at) + x * unlike * scale
 
-    decided_once(lambda way, x: way(layer, x))
+    graphs = decided_once(lambda way, x: way(layer, x))
+    assert graphs.backward_ops().count("aten.exp") == 2  # what is not the same is made again
 
 
 def test_sizes_that_depend_on_values() -> None:

@@ -307,7 +307,9 @@ def part_with_a_region(counted, x):
     return (checkpoint(counted, x) * x).exp()
 
 
-@pytest.mark.parametrize("around", [bare, lambda function, x: checkpoint(bare, function, x)])
+@pytest.mark.parametrize(
+    "around", [bare, torchs, *(functools.partial(checkpoint, torchs_own) for torchs_own in (bare, torchs))]
+)
 def test_what_a_region_inside_torchs_checkpoint_holds_goes_with_the_graph(around) -> None:  # R9, R12
     held = []
 
@@ -318,8 +320,8 @@ def test_what_a_region_inside_torchs_checkpoint_holds_goes_with_the_graph(around
 
     with usage() as seen:
         y = around(functools.partial(part_with_a_region, deciding), leaf()).sum()
-    assert [(row.calls, row.decisions) for row in seen.layers] == [(1, 1)]
-    y.backward()
+        assert [(row.calls, row.decisions) for row in seen.layers] == [(1, 1)]
+        y.backward()
     assert [ref() for ref in held] == [None] * len(held)
     assert [(row.calls, row.alive) for row in seen.layers] == [(1, 0)]
 

@@ -224,6 +224,60 @@ def test_an_error_at_any_line_comes_through_and_leaves_nothing(program, way, err
         steps.clear()
 
 
+class Hooking(nn.Module):
+    """Hooks what it is given, draws, and counts in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        x.register_hook(torch.neg)
+        self.calls.add_(1)
+        return nn.functional.dropout(x, 0.5) * self.calls.clone()
+
+
+@pytest.mark.parametrize("function", ["_call", "Resting.__enter__", "_Recompute.run", "Buffers.put_back"])
+def test_an_interrupt_where_something_is_put_in_or_taken_out_leaves_all_as_it_was(function):
+    """At each line there, as the lines of a whole step are too many to try them all."""
+
+    class Inside(At):
+        def _called(self, frame, event, arg):
+            return super()._called(frame, event, arg) if frame.f_code.co_qualname == function else None
+
+    def step():
+        found[:] = [torch.ones(8, requires_grad=True)]
+        y = checkpoint(net, found[0])
+        torch.rand(())
+        found.extend([net.calls, torch.get_rng_state()])
+        y.sum().backward()
+
+    net, found = Hooking(), []
+    step()
+    with Inside(-1) as every:
+        step()
+    clean = left_behind()
+    for n in range(1, every.seen + 1):
+        with pytest.raises(KeyboardInterrupt), Inside(n):
+            step()
+        assert left_behind() == clean, f"line {n}"
+        assert [*(found[0]._backward_hooks or {}).values()] in ([], [torch.neg]), f"line {n}"
+        assert found[1:] == [] or (net.calls is found[1] and torch.equal(torch.get_rng_state(), found[2])), f"line {n}"
+
+
+def test_an_error_that_a_region_catches_leaves_the_thread_in_it():
+    found = []
+
+    def layer(x):
+        with contextlib.suppress(TypeError):
+            checkpoint(lambda x: x + None, x)
+        found.append((doing_recompute(), Visit.inside()))
+        return x.exp()
+
+    checkpoint(layer, torch.ones(2, requires_grad=True)).sum().backward()
+    assert found == [(False, True), (True, True)]
+
+
 # Memory runs out where we ask for some
 
 ON_DEVICE = Offload(**EVERYTHING)

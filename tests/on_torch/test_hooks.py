@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
-from roundpipe_torch import MismatchError, checkpoint, keep, remat
+from roundpipe_torch import MismatchError, checkpoint, doing_recompute, keep, remat
 from tests.on_torch.oracle import agree, leaf, plain, reentrant, same
 
 
@@ -145,6 +145,13 @@ def in_a_module(u, w):
     return layer(u.cos()) + layer(u)
 
 
+def in_the_recompute_alone(u, w):
+    if doing_recompute():
+        u.register_hook(halve)
+        w.register_hook(root)
+    return (u.sin() @ w).exp()
+
+
 ON_THE_OUTSIDE = [
     on_its_input,
     on_its_input_which_it_differentiates_by,
@@ -160,6 +167,7 @@ ON_THE_OUTSIDE = [
     on_nodes_of_its_own,
     in_a_container_and_in_a_region_inside,
     in_a_module,
+    in_the_recompute_alone,
 ]
 
 
@@ -210,12 +218,24 @@ def test_of_a_remat_module_with_a_weight_used_in_each_microbatch() -> None:
         net = Halving(nn.Parameter(leaf(4, 4, seed=2).detach()))
         net.side = leaf(5, 4, seed=3).detach().requires_grad_()
         layer = wrap(net)
-        losses = [layer(leaf(5, 4, seed=n)).square().sum() for n in range(3)]
-        for n in (0, 2, 1):
-            losses[n].backward()
-        return net.weight.grad, net.side.grad
+        for seed in (0, 3):
+            losses = [layer(leaf(5, 4, seed=seed + n)).square().sum() for n in range(3)]
+            for n in (0, 2, 1):
+                losses[n].backward()
+        layer.handle.remove()  # the one that is left
+        return net.weight.grad, net.side.grad, len(net.weight._backward_hooks)
 
     same(microbatches(remat), microbatches(lambda net: net), within=1e-6)
+
+
+@pytest.mark.parametrize("way", [checkpoint, twice, reentrant, reentrant_inside], ids=lambda way: way.__name__)
+def test_what_the_recompute_alone_registers_on_a_weight_of_the_closure_is_gone_with_it(way) -> None:
+    def gradients(way):
+        x, w = leaf(5, 4, dtype=torch.float64), leaf(4, 4, seed=2, dtype=torch.float64)
+        way(lambda h: in_the_recompute_alone(h * 1.5, w), x).sum().backward()
+        return x.grad, w.grad, len(w._backward_hooks or ())
+
+    same(gradients(way)[1:], gradients(plain)[1:], within=1e-12)
 
 
 # On what a kept function is given, and on what it returns
@@ -413,6 +433,27 @@ def test_hooks_on_weights_that_a_kept_function_does_not_use_are_not_called(way) 
     w.register_hook(seen.append)
     way(lambda h: keep(lambda h, w: h.sin(), h, w).exp(), leaf(5, 4, seed=3)).sum().backward()
     assert (seen, w.grad) == ([], None)
+
+
+@pytest.mark.parametrize("way", [checkpoint, twice, reentrant, reentrant_inside], ids=lambda way: way.__name__)
+def test_hooks_on_weights_behind_an_output_without_gradient_are_not_called(way) -> None:
+    w, seen = leaf(4, 4, seed=2), []
+    w.register_hook(seen.append)
+    one, _ = way(lambda h: (h.sin(), h @ w), leaf(5, 4, seed=3))
+    one.sum().backward()
+    assert (seen, w.grad) == ([], None)
+
+
+@pytest.mark.parametrize("way", [checkpoint, twice, reentrant, reentrant_inside], ids=lambda way: way.__name__)
+def test_a_hooked_weight_behind_each_output_gets_its_gradient_at_once(way) -> None:
+    def gradients(way):
+        x, w = leaf(5, 4, dtype=torch.float64), leaf(4, 4, seed=2, dtype=torch.float64)
+        w.register_hook(root)
+        one, other = way(lambda h: ((h @ w).sin(), (h @ w).cos()), x)
+        (way(lambda h: (h @ w).exp(), one) + other).sum().backward()
+        return x.grad, w.grad
+
+    same(gradients(way), gradients(plain), within=1e-12)
 
 
 def test_the_second_engine_refuses_one_hook_for_both_of_its_backwards() -> None:

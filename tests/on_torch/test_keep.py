@@ -312,6 +312,7 @@ def test_parts_are_told_from_what_lies_between() -> None:
             same(found.of(whole.clone()), part)
             same(found.of(whole.contiguous()), part)
     assert min(seen.values()) > 100
+    assert Origins([base.view(2, 120)]).of(base[7]) is not None
 
 
 @pytest.mark.parametrize("way", ENGINES)

@@ -168,6 +168,18 @@ def cycle_in_the_recompute(x, gate, up, down):
     return torch.tanh(torch.exp(x @ up).gather(1, top)) @ down[:1]
 
 
+def cycle_beside_code_of_its_own(x, gate, up, down):
+    if doing_recompute():
+        (top,) = get_recompute_data()
+        ring: list = [torch.exp(x @ gate)]
+        ring.append(ring)
+        h = torch.exp(x @ up)
+    else:
+        h = torch.exp(x @ up)
+        (top,) = save_for_recompute(x.detach().argmax(-1, keepdim=True))
+    return torch.tanh(h).gather(1, top) @ down[:1]
+
+
 def two_decisions(x, gate, up, down):
     (first,) = save_for_recompute((x @ gate).argmax(-1, keepdim=True), name="first")
     h = torch.tanh(x @ up).gather(1, first)
@@ -232,8 +244,18 @@ def test_a_cycle_kept_alive_does_no_harm_without_the_collector() -> None:
     try:
         compare(cycle_in_the_decision)
         compare(cycle_in_the_recompute)
+        compare(cycle_beside_code_of_its_own)
     finally:
         gc.enable()
+
+
+def test_nothing_is_collected_where_no_cycle_keeps_anything(monkeypatch) -> None:
+    def collect(generation=2) -> int:
+        assert generation == 0  # before a generator's state is read
+        return 0
+
+    monkeypatch.setattr(gc, "collect", collect)
+    compare(sorted_in_forward)
 
 
 def test_aux_of_both_phases_in_the_loss() -> None:

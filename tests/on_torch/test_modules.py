@@ -304,10 +304,23 @@ def test_sequential_of_functions_and_its_errors() -> None:
     checkpoint_sequential([torch.exp, torch.sin, torch.tanh], 2, x).sum().backward()
     assert torch.equal(x.grad, torch.autograd.grad(x.exp().sin().tanh().sum(), x)[0])
     assert checkpoint_sequential(nn.Sequential(), 1, x) is x
-    with pytest.raises(OptionError, match=r"segments must be from 1 to the number of layers \(0\), not 2"):
+    with pytest.raises(OptionError, match=r"segments must be from 1 to the number of layers \(0\), not 2") as caught:
         checkpoint_sequential([], 2, x)
+    assert str(caught.value).splitlines()[-1] == "  way out: pass fewer segments, or more layers."
     for segments in (0, 4, -1):
         with pytest.raises(
             OptionError, match=rf"segments must be from 1 to the number of layers \(3\), not {segments}"
         ):
             checkpoint_sequential([torch.exp, torch.sin, torch.tanh], segments, x)
+
+
+@pytest.mark.parametrize("preserve_rng_state", [True, False])
+def test_sequential_layers_draw_again_what_they_drew_if_told_so(preserve_rng_state) -> None:
+    drawn: list[float] = []
+
+    def layer(x):
+        drawn.append(torch.rand(()).item())
+        return x.exp()
+
+    checkpoint_sequential([layer, torch.sin], 2, inputs(), preserve_rng_state=preserve_rng_state).sum().backward()
+    assert (drawn[0] == drawn[1]) is preserve_rng_state

@@ -116,6 +116,25 @@ def test_an_inner_region_without_gradient_decides_once_too() -> None:
     assert torch.equal(x.grad, torch.exp(torch.tensor([2.0, 2.0])) * 2)
 
 
+def test_what_an_inner_region_without_gradient_draws_after_its_decision() -> None:  # R7
+    def noise(x):
+        if not doing_recompute():
+            save_for_recompute(torch.rand(2))
+        else:
+            get_recompute_data()
+        drawn.append(torch.rand(2))
+        return x * drawn[-1]
+
+    def outer(x):
+        with torch.no_grad():
+            scale = checkpoint(noise, x.detach())
+        return torch.exp(x * scale)
+
+    drawn: list[torch.Tensor] = []
+    checkpoint(outer, torch.ones(2, requires_grad=True)).sum().backward()
+    assert torch.equal(*drawn)
+
+
 def test_recomputes_grow_with_depth_as_nested_checkpoints_do() -> None:
     runs = []
 

@@ -182,9 +182,21 @@ def test_size_and_what_the_save_says(device) -> None:
 
     assert moved(None) == moved("cpu") == moved(Offload(min_bytes=T * D + 1)) == 0
     assert moved(Offload(min_bytes=T * D)) == 1
+    assert moved(Offload(min_bytes=0)) == 1
     assert moved(Offload(min_bytes=1), offload=False) == 0
     assert moved(None, offload=True) == moved("cpu", offload=True) == moved(Offload(saves=False), offload=True) == 1
     assert moved(Offload(budget=1), offload=True) == 0
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_all_that_a_region_has_on_the_host_sets_out_before_any_of_it_is_awaited(device, use_reentrant) -> None:
+    def layer(x):
+        for n in range(3):
+            x = x + save_for_recompute(torch.ones(T, D), name=str(n))[0]
+        return x.exp()
+
+    remat(layer, offload=Offload(min_bytes=1), use_reentrant=use_reentrant)(leaf(T, D)).sum().backward()
+    assert [what for what, _ in device.log] == ["away"] * 3 + ["back"] * 3 + ["wait"] * 3
 
 
 def test_each_region_is_fetched_ahead_of_its_turn(device) -> None:

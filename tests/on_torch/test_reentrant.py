@@ -15,6 +15,7 @@ from roundpipe_torch import (
     OptionError,
     checkpoint,
     doing_recompute,
+    get_recompute_data,
     keep,
     remat,
     save_for_recompute,
@@ -134,6 +135,19 @@ def test_a_leaf_of_the_closure_gets_its_gradient_at_once(way) -> None:
 
     want, got = scenario(plain), scenario(way)
     torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_so_does_one_beside_a_hooked_one_that_not_each_output_depends_on() -> None:
+    """Told by the node that takes it, as DistributedDataParallel counts."""
+    x, w, v, seen = leaf(), leaf(1), leaf(2), []
+    w.register_hook(lambda gradient: gradient * 2)
+    node = torch.autograd.graph.get_gradient_edge(v).node
+    node.register_prehook(lambda gradients: seen.append(gradients[0]))
+    for _ in range(2):
+        x, _ = reentrant(lambda x: ((x @ v).sin(), x @ w + v), x)
+    x.sum().backward()
+    assert len(seen) == 1
+    assert torch.equal(seen[0], v.grad)
 
 
 @WAYS
@@ -267,6 +281,33 @@ def test_double_backward_is_refused() -> None:
             torch.autograd.grad(penalized(lambda layer, x, w: remat_block(lambda x: layer(x, w), x)), by)
 
 
+def test_a_graph_of_gradients_of_which_some_are_none() -> None:
+    def slopes(way):
+        x, unused = leaf(), leaf(1)
+        y = way(lambda x, unused: (x.exp(), unused.sin()), x, unused)[0].sum()
+        return torch.autograd.grad(y, [x, unused], create_graph=True, allow_unused=True)
+
+    got, want = slopes(remat_block), slopes(plain)
+    assert torch.equal(got[0], want[0])
+    assert got[1] is want[1] is None
+
+
+def test_what_only_the_forward_read_may_be_written_to_before_backward() -> None:
+    table = torch.ones(4, 4)
+
+    def layer(x):
+        if doing_recompute():
+            return x * get_recompute_data()[0]
+        save_for_recompute(table.clone())
+        return x * table
+
+    x = leaf()
+    y = reentrant(layer, x)
+    table.add_(1)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.ones(4, 4))
+
+
 def test_a_tensor_that_leaves_by_the_side_is_refused_when_it_is_needed() -> None:
     kept = []
 
@@ -294,8 +335,26 @@ def test_phases_that_return_other_structures() -> None:
 
 @pytest.mark.parametrize("options", [{"debug": True}, {"context_fn": lambda: (None, None)}, {"verify": "warn"}])
 def test_options_of_the_other_engine(options) -> None:
-    with pytest.raises(OptionError, match="context_fn, debug and verify do not go with use_reentrant=True"):
+    with pytest.raises(OptionError, match="context_fn, debug and verify do not go with use_reentrant=True") as caught:
         remat(torch.exp, use_reentrant=True, **options)(leaf())
+    assert lines(caught)[-1] == "  way out: leave them out, or use the default engine (use_reentrant=False)."
+
+
+def test_an_error_of_the_backward_inside_comes_out_as_it_is() -> None:
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise error
+
+    error = RuntimeError("pretended")
+    y = reentrant(Failing.apply, leaf())
+    with pytest.raises(RuntimeError) as caught:
+        y.sum().backward()
+    assert caught.value is error
 
 
 def test_a_module_in_the_middle_of_a_net() -> None:

@@ -83,6 +83,54 @@ def test_another_function_of_the_same_tensor_is_an_error() -> None:
     assert "CosBackward0" in str(caught.value)
 
 
+def test_another_function_after_common_work_is_an_error() -> None:
+    def layer(x, w):
+        h = torch.tanh(x @ w)
+        if doing_recompute():
+            return torch.cos(h)
+        save_for_recompute(1)
+        return torch.sin(h)
+
+    with pytest.raises(CheckpointMismatchError, match=r"SinBackward0(.|\n)*saved one for CosBackward0"):
+        checkpoint(layer, leaf(D, D), leaf(D, D, seed=1)).sum().backward()
+
+
+def test_what_the_recompute_made_is_not_taken_for_an_input() -> None:
+    layer = told(lambda x: (torch.sin(x), 1), lambda x, _: torch.sin(-x))
+    with pytest.raises(CheckpointMismatchError):
+        checkpoint(layer, leaf(D, D)).sum().backward()
+
+
+def test_what_follows_code_of_each_phase_is_no_part_of_it() -> None:
+    def layer(x, w):
+        save_for_recompute(1)
+        if doing_recompute():
+            h = torch.sin(x @ w)
+        else:
+            h = torch.sin(x @ w)
+        save_for_recompute(2, name="more")
+        return torch.tanh(h)
+
+    counted = agree(lambda way: gradients(layer, way, leaf(D, D), leaf(D, D, seed=1)))
+    assert counted.runs == 2
+
+
+def test_the_input_of_a_region_in_code_of_each_phase_is_what_that_phase_gave_it() -> None:
+    def layer(x, w):
+        if doing_recompute():
+            return checkpoint(torch.sin, x @ w)
+        return checkpoint(torch.sin, x @ w)
+
+    agree(lambda way: gradients(layer, way, leaf(D, D), leaf(D, D, seed=1)))
+
+
+def test_a_tensor_of_the_recompute_that_leads_to_no_output_is_an_error() -> None:
+    kept = []
+    layer = told(lambda x, w: (torch.sin(x @ w), 1), lambda x, w, _: kept.append(torch.cos(x @ w)) or x.detach())
+    with pytest.raises(CheckpointMismatchError, match="recompute saved one for nothing that is returned\\."):
+        checkpoint(layer, leaf(D, D), leaf(D, D, seed=1)).sum().backward()
+
+
 def test_a_weight_stepped_before_backward_is_told_in_code_of_its_own_too() -> None:
     w = nn.Parameter(leaf(D, D, seed=1).detach())
     layer = told(lambda x: (torch.sin(x @ w), 1), lambda x, _: torch.sin(x @ w))

@@ -449,6 +449,20 @@ def test_another_layout_alone_does_no_harm(use_reentrant) -> None:
     checkpoint(lambda x: F.dropout(ranked(x.t() * 2).contiguous(), 0.5).sin(), x, use_reentrant=use_reentrant).sum()
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_the_stride_of_an_axis_of_one_is_no_layout(use_reentrant) -> None:
+    def layer(x):
+        column = x[:, 0][None].t() if doing_recompute() else x[:, :1]
+        strides.append(column.stride())
+        return F.dropout(column.sin(), 0.5)
+
+    strides, x = [], leaf()
+    y = checkpoint(layer, x, use_reentrant=use_reentrant)
+    y.sum().backward()
+    assert strides == [(16, 1), (16, 256)]
+    assert torch.equal(x.grad[:, :1] != 0, y != 0)
+
+
 def test_a_decision_that_draws_in_a_region_inside_is_no_draw_into_another_layout() -> None:
     def inner(x):
         return recompute_once(torch.rand_like, x) * ranked(x.t() * 2).tanh()

@@ -304,6 +304,22 @@ def test_narrow_integers_of_another_maker_arrive_as_indices(dtype: torch.dtype) 
     assert numpy
 
 
+@pytest.mark.parametrize("devices", [("cpu", "meta"), ("meta", "cpu")])
+def test_of_a_layers_devices_decisions_go_to_that_which_is_not_the_host(devices: tuple[str, str]) -> None:
+    found = []
+
+    def layer(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        (idx,) = get_recompute_data() if doing_recompute() else save_for_recompute(torch.arange(2))
+        found.append(idx.device.type)
+        return x
+
+    with record() as tape:
+        checkpoint(layer, torch.ones(2), torch.ones(2))
+    with replay(tape):
+        checkpoint(layer, *(torch.ones(2, device=device) for device in devices))
+    assert found == ["cpu", "meta"]
+
+
 @pytest.mark.cuda
 def test_a_tape_from_the_host_goes_to_the_device() -> None:
     net, x = model("once"), torch.randn(T, D)

@@ -151,7 +151,9 @@ def test_a_flip_that_breaks_the_layer_is_told_too() -> None:
     y = remat(lambda x: layer(x).exp(), verify="warn", label="sizes")(torch.ones(4, 4, requires_grad=True)).sum()
     with pytest.warns(VerifyWarning) as caught:
         y.backward()
-    assert [flip.item[:30] for flip in caught[0].message.flips][1].startswith("a plain recompute fails")
+    failure = caught[0].message.flips[1]
+    assert failure.item.startswith("a plain recompute fails")
+    assert (failure.rows, failure.total, failure.first) == (1, 1, 0)
 
 
 def test_structures_and_plain_values_are_compared() -> None:
