@@ -194,7 +194,7 @@ def _cast(array: Any, dtype: Any) -> Any:
 
 
 _frontends: list[Frontend] = []
-outside_saves: list[Callable[[tuple[Any, ...]], tuple[Any, ...]]] = []
+outside_saves: list[Callable[[Any], Any]] = []
 """What frontends make of data that is saved where no region runs: another checkpointing may want to know of it."""
 outside_keeps: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = []
 """The same for functions that are to be kept: each gives the function to call instead."""

@@ -363,9 +363,7 @@ def save_for_recompute(*data: Any, name: str | None = None, offload: bool | None
         )
     run = thread.run
     if run is None:
-        for hand_over in outside_saves:
-            data = hand_over(data)
-        return data
+        return _handed_over(data)
     if run.phase is Phase.OFF:
         return data
     return run.save(data, name, _caller(), offload)
@@ -450,7 +448,7 @@ def recompute_once(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
     run = thread.run
     if run is None or run.phase is Phase.OFF:
         result: T = without_gradient(lambda: function(*args, **kwargs))
-        return result
+        return result if run is not None else _handed_over(result)
     args, kwargs = run.arguments((args, kwargs))
     return run.once(lambda: function(*args, **kwargs), function, _caller())
 
@@ -485,6 +483,13 @@ def keep(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     if run.phase is Phase.OFF:
         return function(*args, **kwargs)
     return run.keep(function, args, kwargs, _caller())
+
+
+def _handed_over(data: T) -> T:
+    """What was saved where no region runs: another checkpointing may want to know of it."""
+    for hand_over in outside_saves:
+        data = hand_over(data)
+    return data
 
 
 def _outside(function: Callable[P, T]) -> Callable[P, T]:

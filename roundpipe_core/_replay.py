@@ -63,6 +63,7 @@ class TapeRun(Run):
         super().__init__(phase, slot)
         self.repeats = False
         self.guards: list[TapeGuard] = []
+        self.lost: TapeError | None = None  # why the recording lacks a decision, if the program goes on
         self.spans_tasks = True  # no block that a task could leave open while it waits
 
     def begin(self, replayed: Sequence[Any] | None) -> None:
@@ -235,6 +236,8 @@ class record(_Block):  # noqa: N801 - used like a function
         thread.run = None  # before any call, in which an interrupt could come (R11)
         run = self._end()
         self._tape.root, self._tape.recording = taken_from(run.slot), False
+        if kind is None and run.lost is not None:
+            raise run.lost
         return False
 
 

@@ -24,7 +24,7 @@ from jax.extend.core import ClosedJaxpr
 
 from roundpipe_core._errors import MismatchError, OptionError, message
 from roundpipe_core._phase import Phase, open_slot, thread
-from roundpipe_core._replay import TapedSlot
+from roundpipe_core._replay import TapedSlot, TapeRun
 from roundpipe_core._slots import Slot, facts_of, label_of, where
 from roundpipe_core._tape import Skeleton
 
@@ -38,6 +38,7 @@ from ._jax import (
     is_float,
     is_out_of_memory,
     is_remat3,
+    is_running,
     is_tracer,
     jax_checkpoint,
     replaced,
@@ -61,8 +62,9 @@ from ._runs import (
     updated,
 )
 from ._staging import Program, Traces, hint, hinted, memory, stage
-from ._tags import lead_through_tags, updates_in
+from ._tags import lead_through_tags
 from ._taped import Reads, Taped, reads, without_axes
+from ._updates import unfit_updates, unfit_updates_in, updates_in
 from ._verify import verified
 
 __all__ = ["Call", "Mode", "Options", "Verify", "labelled"]
@@ -97,6 +99,7 @@ class Forward:
     def __init__(self, shape: Split, template: Template, asked: bool) -> None:
         self.shape, self.template, self.asked = shape, template, asked
         self.marked: MarkedSlot | None = None  # what goes to a tape
+        self.error: Exception | None = None  # with which the layer ended, after it saved that
         self.names: frozenset[str] = frozenset()  # of its marks
         self.offloads = False  # whether a save itself says where to be
         self.saves: list[tuple[str, str]] = []  # in words, as are those
@@ -107,6 +110,13 @@ class Forward:
         """Note what messages say of the slot, which does not last."""
         self.saves = facts_of(slot.saves())
         self.updates = [(str(name), where(update.place)) for (_, name), update in slot.kept.items()]
+
+
+class Failed:
+    """What a layer had saved when it ended with an exception, in the trace of a recording."""
+
+    def __init__(self, error: Exception, template: Template) -> None:
+        self.error, self.template = error, template
 
 
 class Recompute:
@@ -176,8 +186,22 @@ class Layer(NamedTuple):
 
     def forward_program(self, *arrays: Any) -> tuple[list[Any], list[Any], Held]:
         """To be traced: outputs, saved arrays, `Forward`."""
+        return self._forward_program(self.new_slot(), arrays)
+
+    def recorded_program(self, *arrays: Any) -> tuple[list[Any], list[Any], Held]:
+        """The same for a tape, which has what a layer saved before it failed: no outputs, saved arrays, `Failed`."""
+        slot = self.new_slot()
+        try:
+            return self._forward_program(slot, arrays)
+        except _LOOKED:
+            raise
+        except Exception as error:
+            saved: list[Any] = []
+            return [], saved, Held(Failed(error, Template(slot, saved)))
+
+    def _forward_program(self, slot: Slot, arrays: Sequence[Any]) -> tuple[list[Any], list[Any], Held]:
         names = not is_remat3()  # which cannot name under vmap
-        value, run = self.forward(arrays, self.new_slot(), fresh=self.fresh, names=names)
+        value, run = self.forward(arrays, slot, fresh=self.fresh, names=names)
         outputs, shape = split(value)
         saved: list[Any] = []
         template = Template(run.slot, saved)
@@ -200,6 +224,18 @@ class Layer(NamedTuple):
         found.marked = marks.taken_from(slot)
         found.told_of(run.slot)
         return outputs, Held(found)
+
+    def whole_program(self, arrays: Sequence[Any], journal: Journal | None) -> Any:
+        """The same of the outermost region, which may fail: outputs, `Forward`."""
+        slot, marks = self.new_slot(), Marks()
+        try:
+            return self.taped_program(slot, marks, arrays, journal)
+        except _LOOKED:
+            raise
+        except Exception as error:
+            found = Forward(split(())[1], Template(Slot(self.label), []), asked=True)
+            found.marked, found.error = marks.taken_from(slot), error
+            return [], Held(found)
 
     def recompute_program(self, template: Template, saved: Sequence[Any], arrays: Sequence[Any]) -> Any:
         """To be traced: outputs, `Recompute`."""
@@ -378,12 +414,21 @@ class Call:
         arrays = stop_gradients(self.arrays) if cut else self.arrays
         slot.entries.clear()
         slot.children.clear()
-        return self.layer.forward(arrays, slot, fresh=self.layer.fresh, cut=cut, journal=Journal())[0]
+        names = not is_running() and not is_remat3()  # the program that is traced may be somebody's checkpoint
+        options: dict[str, Any] = {"cut": cut, "names": names, "journal": Journal()}
+        return self.layer.forward(arrays, slot, fresh=self.layer.fresh, **options)[0]
 
     def _staged(self, slot: Slot) -> Any:
-        program = self._program("forward", Layer.forward_program, self.arrays)
-        found: Forward = program.out[2].value
-        if not found.asked and found.template.empty and self.options.verify == "off" and not any(self.away):
+        if slot.rows is None:
+            program = self._program("forward", Layer.forward_program, self.arrays)
+        else:
+            program = self._program("recorded", Layer.recorded_program, self.arrays)
+        found: Forward | Failed = program.out[2].value
+        if isinstance(found, Failed):
+            saved = stop_gradients(program.run(program.consts, self.arrays))
+            refuse_on_tape(found.template.fill(self._emptied(slot, "recorded"), saved))
+            raise found.error
+        if self._is_plain(program, found):
             return self._plain(program, found)
         program = self._led(program, found)
         run = program.run
@@ -427,7 +472,8 @@ class Call:
         if self.options.verify != "off":
             decide = functools.partial(self.layer.decided_again, template)
             label, how = label_of(self.label), self.options.verify
-            self.layer.begun(lambda: verified(label, how, decide, outputs, shape, saved, template, self.arrays))
+            with updated(True):
+                self.layer.begun(lambda: verified(label, how, decide, outputs, shape, saved, template, self.arrays))
         consts = forward.consts if forward is not None else []
         return shape.join(self._in_reverse(lambda: lane(outputs, saved, inputs, consts)))
 
@@ -481,8 +527,22 @@ class Call:
             found.made[key] = lane
         return lane
 
+    def _emptied(self, slot: Slot, key: str) -> Slot:
+        """The slot, for what the layer saved before it failed. The trace of that is not kept under `key`."""
+        if self.memory is not None:
+            self.memory.pop((key, self.key, self.options.label), None)
+        slot.entries.clear()
+        slot.children.clear()
+        return slot
+
+    def _is_plain(self, program: Program, found: Forward) -> bool:
+        """Whether the layer knows nothing of phases, so that one program serves both."""
+        if found.asked or not found.template.empty or unfit_updates_in(program.jaxpr.jaxpr):
+            return False
+        return self.options.verify == "off" and not any(self.away)
+
     def _plain(self, program: Program, found: Forward) -> Any:
-        """Exactly `jax.checkpoint`: the layer knows nothing of phases."""
+        """Exactly `jax.checkpoint`."""
         return found.shape.join(self._checkpointed(program, found, program, self.options.policy))
 
     def _tagged(self, slot: Slot, journal: Journal | None = None, outer: JaxRun | None = None) -> Any:
@@ -490,6 +550,7 @@ class Call:
             raise self.refusals.inner_save()
         try:
             program = self._tagged_program(slot, journal, outer)
+            found: Forward = program.out[1].value
         except _LOOKED as error:
             if any(map(is_abstract, self.arrays)):
                 raise  # nothing could have looked at these
@@ -502,9 +563,11 @@ class Call:
                     "inner function return the decisions and save them outside of it.",
                 )
             ) from error
-        if updates_in(program.jaxpr.jaxpr):
-            raise self._updates_inside(program.out[1].value)
-        found: Forward = program.out[1].value
+        if found.error is not None:
+            self._fill_failed(slot, program, found, journal)
+            raise found.error
+        if unfit_updates_in(program.jaxpr.jaxpr):
+            raise unfit_updates(label_of(self.label), [*self.refusals.at, *found.updates, *found.saves])
         led = self._led(program, found, journal, whole=outer is None)
         try:
             results = self._checkpointed(program, found, led, self._policy_for_tags(found, outer))
@@ -519,15 +582,14 @@ class Call:
             results = results[:count]
         return found.shape.join(results)
 
-    def _updates_inside(self, found: Forward) -> MismatchError:
-        return MismatchError(
-            message(
-                f"layer {label_of(self.label)!r}: it saves inside a scan, cond, vmap, while or jit, and there the "
-                "recompute too would make a callback from update_once.",
-                [*self.refusals.at, *found.updates, *found.saves],
-                "wrap the function in there in remat, instead of the layer around it; or return the state as a result.",
-            )
-        )
+    def _fill_failed(self, slot: Slot, program: Program, found: Forward, journal: Journal | None) -> None:
+        """Put into the slot what the layer saved before it failed."""
+        led = self._led(program, found, journal, whole=True)
+        values = dict(zip(sorted(found.names), stop_gradients(led.run(led.consts, self.arrays)), strict=True))
+        assert found.marked is not None
+        found.marked.fill(self._emptied(slot, "taped"), values)
+        if isinstance(thread.run, TapeRun):
+            thread.run.lost = thread.run.lost or found.marked.lost(values)
 
     def _policy_for_tags(self, found: Forward, outer: JaxRun | None) -> Any:
         plan, policy = self.options.offload, with_tags(self.options.policy)
@@ -563,7 +625,7 @@ class Call:
         if outer is None and slot.rows is not None:
 
             def whole(layer: Layer, *arrays: Any) -> Any:
-                return layer.taped_program(layer.new_slot(), Marks(), arrays, journal)
+                return layer.whole_program(arrays, journal)
 
             if journal is None:
                 return self._program("taped", whole, self.arrays)

@@ -18,7 +18,7 @@ from ._backend import aval_bytes
 from ._jax import is_float, is_on_host, jax_checkpoint, struct
 from ._offload import Offload, Offloading
 from ._policies import save_policy, with_tags
-from ._tags import subprograms
+from ._programs import subprograms
 
 __all__ = ["Explanation", "LayerCost", "explain", "flops_of", "note", "repeated"]
 

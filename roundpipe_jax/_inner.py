@@ -21,9 +21,10 @@ from roundpipe_core._errors import TapeError, message
 from roundpipe_core._slots import Entry, Slot, label_of, where
 
 from ._jax import jax_checkpoint, named, replaced, scan_sizes
-from ._tags import name_of, subprograms
+from ._programs import subprograms
+from ._tags import name_of
 
-__all__ = ["MarkedSlot", "Marks", "item", "run_with"]
+__all__ = ["MarkedSlot", "Marks", "item", "lost_with_its_trace", "run_with"]
 
 _MARK = "roundpipe_tape "
 _ITEM = "roundpipe_item "
@@ -107,16 +108,17 @@ class MarkedSlot(NamedTuple):
         if lost:
             raise lost[0]._lost()
 
+    def lost(self, values: Mapping[str, Any]) -> TapeError | None:
+        """An error if one of the regions saved what is not among `values`: it failed, and an inner trace with it."""
+        for part in self._parts():
+            saved = [leaf for _, entry in part.entries for leaf in entry.leaves if isinstance(leaf, Marked)]
+            if any(leaf.name not in values for leaf in saved):
+                return part._lost()
+        return None
+
     def _lost(self) -> TapeError:
         saved = [entry for _, entry in self._entries() if any(isinstance(leaf, Marked) for leaf in entry.leaves)]
-        return TapeError(
-            message(
-                f"layer {self.slot.label!r}: it saved, and then ended with an exception. It is traced, "
-                "and a trace that failed gives a tape nothing.",
-                [("saved at", where(entry.place)) for entry in saved[:8]],
-                "raise before the layer saves, or outside of it; or save outside of it, and pass the decision in.",
-            )
-        )
+        return lost_with_its_trace(self.slot.label, [("saved at", where(entry.place)) for entry in saved[:8]])
 
     def fill(self, slot: Slot, values: Mapping[str, Any]) -> None:
         """Put what is saved into `slot`, with the `values` found."""
@@ -155,6 +157,18 @@ class MarkedSlot(NamedTuple):
 
     def _names(self) -> set[str]:
         return {part.name for part in self._parts()}
+
+
+def lost_with_its_trace(layer: str, facts: Sequence[tuple[str, str]]) -> TapeError:
+    """What to say of a layer that fails where what it saved cannot be had."""
+    return TapeError(
+        message(
+            f"layer {layer!r}: it saved, and then ended with an exception. It is traced, "
+            "and a trace that failed gives a tape nothing.",
+            facts,
+            "raise before the layer saves, or outside of it; or save outside of it, and pass the decision in.",
+        )
+    )
 
 
 def _with(entry: Entry, leaves: Any) -> Entry:

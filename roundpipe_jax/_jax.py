@@ -24,13 +24,16 @@ __all__ = [
     "fresh_var",
     "is_about_effects",
     "is_about_forward_mode",
+    "is_callback",
     "is_custom_vjp",
     "is_differentiated",
     "is_float",
     "is_io",
     "is_numpy",
     "is_on_host",
+    "is_ordered",
     "is_out_of_memory",
+    "is_plain",
     "is_remat3",
     "is_running",
     "is_tracer",
@@ -153,6 +156,16 @@ def is_float(value: Any) -> bool:
     return bool(jnp.issubdtype(jax.typeof(value).dtype, jnp.inexact))
 
 
+def is_callback(effect: Any) -> bool:
+    """Whether an effect is that of a callback."""
+    return type(effect).__name__ in ("DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect")
+
+
+def is_ordered(effect: Any) -> bool:
+    """Whether an effect is that of a callback that keeps its place among others."""
+    return type(effect).__name__ in ("OrderedDebugEffect", "OrderedIOEffect")
+
+
 def is_io(effect: Any) -> bool:
     """Whether an effect is that of `io_callback`."""
     return type(effect).__name__ in ("IOEffect", "OrderedIOEffect")
@@ -167,6 +180,11 @@ def memory_kinds() -> set[str]:
     """The kinds of memory that the default device reaches."""
     [device, *_] = jax.local_devices(backend=default_platform())
     return {str(memory.kind) for memory in device.addressable_memories()}
+
+
+def is_plain(aval: Any) -> bool:
+    """Whether values of this type are arrays, and not references or tokens."""
+    return type(aval).__name__ == "ShapedArray"
 
 
 def is_on_host(aval: Any) -> bool:

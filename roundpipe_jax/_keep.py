@@ -25,9 +25,10 @@ from roundpipe_core._slots import Place, Slot, facts_of, label_of, where
 from ._jax import is_float, is_running, is_tracer, named, replaced, zeros
 from ._names import KEPT, SAVED
 from ._packing import Held, Split, in_jax, split
+from ._programs import subprograms
 from ._ruled import ruled
 from ._staging import Program, stage
-from ._tags import calls_custom_vjp, lead_through_tags, name_of, names_in, subprograms
+from ._tags import calls_custom_vjp, lead_through_tags, name_of, names_in
 from ._tangents import jvp, merged, no_tangent, zero_like
 
 __all__ = ["Kept", "keep", "refuse_on_tape"]

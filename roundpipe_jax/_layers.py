@@ -14,9 +14,12 @@ from ._calls import labelled
 from ._explain import repeated
 from ._jax import jax_checkpoint
 from ._offload import Offload
+from ._packing import Held, split
 from ._policies import save_policy
 from ._remat import Mode, Verify, remat
 from ._stacks import stack_of
+from ._staging import stage
+from ._updates import unfit_updates, unfit_updates_in
 
 __all__ = ["remat_layers"]
 
@@ -100,14 +103,35 @@ def remat_layers(
             return stack(inputs, x, size)
 
         # On a tape the layers are regions, and the groups are none.
-        grouped = remat(group, prevent_cse=False, verify=verify, label=f"{name}, {size} layers", offload=offload)
+        grouped: Callable[[Any, Any], Any] = remat(
+            group, prevent_cse=False, verify=verify, label=f"{name}, {size} layers", offload=offload
+        )
         if taped.taped:
-            grouped = jax_checkpoint(group, prevent_cse=False, policy=save_policy())
+            grouped = _checkpointed(group, name)
         with repeated(nested):
             last, out = jax.lax.scan(grouped, x, groups)
         aux, kept = jax.tree.map(lambda leaf: leaf.reshape(count, *leaf.shape[2:]), out)
     taped.finish(kept)
     return (last, aux) if has_aux else last
+
+
+def _checkpointed(group: Callable[[Any, Any], Any], name: str) -> Callable[[Any, Any], Any]:
+    """`group`, recomputed with the decisions of its layers."""
+
+    def grouped(x: Any, inputs: Any) -> Any:
+        arrays, given = split((x, inputs))
+
+        def flat(*arrays: Any) -> tuple[list[Any], Held]:
+            results, shape = split(group(*given.join(arrays)))
+            return results, Held(shape)
+
+        program = stage(flat, arrays)
+        if unfit_updates_in(program.jaxpr.jaxpr):
+            raise unfit_updates(name, [])
+        run = jax_checkpoint(program.bare().run, prevent_cse=False, policy=save_policy())
+        return program.out[1].value.join(run(program.consts, arrays))
+
+    return grouped
 
 
 def _layers_in(stacked_params: Any, name: str) -> int:

@@ -14,7 +14,8 @@ from roundpipe_core._errors import OptionError, message
 from ._jax import is_remat3
 from ._names import OURS
 from ._offload import Offload, Offloading, check_memory, offload_option
-from ._tags import names_in, subprograms
+from ._programs import subprograms
+from ._tags import names_in
 
 __all__ = ["Either", "check_matches", "save_dots", "save_either", "save_policy", "with_tags"]
 

@@ -39,6 +39,7 @@ from ._jax import (
 )
 from ._keep import keep
 from ._names import SAVED, UPDATE
+from ._pins import pinned
 from ._sinks import sink
 
 __all__ = [
@@ -286,7 +287,7 @@ class JaxRun(Run):
             self._out_of_journal(key, place, leaves)
         if self.tags or self.names:
             for n in tracers:
-                leaves[n] = named(leaves[n], SAVED)
+                leaves[n] = named(pinned(leaves[n]), SAVED)
                 if self.tags and trace_state() != self.home:
                     sink(leaves[n])
         if self.marks is not None:
@@ -358,8 +359,8 @@ def _stopped(leaf: Any) -> Any:
     return leaf
 
 
-def saved_outside(data: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A save outside our regions: named, so that any `jax.checkpoint` with `save_policy()` keeps it."""
+def saved_outside(data: T) -> T:
+    """A save outside our regions: any `jax.checkpoint` keeps it."""
     leaves: list[Any] = []
     try:
         spec = flatten(data, leaves, expand)
@@ -367,8 +368,8 @@ def saved_outside(data: tuple[Any, ...]) -> tuple[Any, ...]:
         return data
     if not any(is_tracer(leaf) for leaf in leaves) or cannot_name():
         return data
-    saved = (named(leaf, SAVED) if is_tracer(leaf) else leaf for leaf in leaves)
-    handed_back: tuple[Any, ...] = unflatten(spec, saved)
+    saved = (named(pinned(leaf), SAVED) if is_tracer(leaf) else leaf for leaf in leaves)
+    handed_back: T = unflatten(spec, saved)
     return handed_back
 
 

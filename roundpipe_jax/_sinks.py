@@ -14,12 +14,16 @@ from jax._src import effects  # the lists of effects that may be in a loop, a ru
 from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
-__all__ = ["is_sink", "sink", "without_sinks"]
+__all__ = ["Stays", "is_sink", "sink", "without_sinks"]
 
 Effects = Set[Any]
 
 
-class _Used(effects.Effect):
+class Stays(effects.Effect):
+    """Of an operation that may be anywhere, and is dropped nowhere."""
+
+
+class _Used(Stays):
     """Of an operation that is there to use its operand."""
 
 
@@ -31,7 +35,7 @@ for _kinds in (
     effects.lowerable_effects,
     effects.partial_eval_kept_effects,
 ):
-    _kinds.add_type(_Used)
+    _kinds.add_type(Stays)
 
 
 def sink(value: Any) -> None:

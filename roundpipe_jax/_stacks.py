@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from roundpipe_core._errors import TapeError, message
 from roundpipe_core._phase import Phase, thread
 from roundpipe_core._replay import TapedSlot, TapeRun
-from roundpipe_core._slots import Slot, label_of, spoken
+from roundpipe_core._slots import Slot, facts_of, label_of, spoken
 from roundpipe_core._tape import OUTSIDE, Region, Tape
 from roundpipe_core._trees import paths
 
+from ._inner import lost_with_its_trace
 from ._jax import named
 from ._names import SAVED
 from ._packing import Template
@@ -65,7 +66,13 @@ class _Recorded(Stack):
     def layer(self, call: Callable[[], Any], arrays: Sequence[Any]) -> tuple[Any, list[Any]]:
         slot = Slot(OUTSIDE)
         slot.rows = frozenset()
-        result = _inside(StackRun(Phase.FORWARD, slot), None, self.run.scope, call)
+        run = StackRun(Phase.FORWARD, slot)
+        try:
+            result = _inside(run, None, self.run.scope, call)
+        except Exception:
+            if isinstance(self.run, TapeRun):
+                self.run.lost = self.run.lost or run.lost or _lost(slot)
+            raise
         saved: list[Any] = []
         self.template = Template(slot, saved)
         return result, saved
@@ -113,6 +120,14 @@ class _Replayed(Stack):
             layer.mark(self.reads)
             for n, dtype in self.narrowed:
                 layer.narrow(n, dtype)
+
+
+def _lost(slot: Slot) -> TapeError | None:
+    """An error if a layer that has failed saved something, which is gone with the trace of the scan."""
+    if Template(slot, []).empty:
+        return None
+    [layer] = [child for children in slot.children.values() for child in children]
+    return lost_with_its_trace(layer.label, facts_of(layer.saves()))
 
 
 def _inside(run: TapeRun, replayed: Sequence[Any] | None, scope: tuple[str, ...], call: Callable[[], Any]) -> Any:

@@ -20,6 +20,7 @@ from jax.interpreters import partial_eval
 from ._identity import reach
 from ._jax import current_trace, is_io, is_numpy, let_go, replaced
 from ._packing import Held
+from ._updates import with_updates
 
 __all__ = ["Program", "Traces", "hint", "hinted", "memory", "stage"]
 
@@ -81,11 +82,21 @@ class Traces(NamedTuple):
 
     jitted: Any
     found: list[Any]  # what they found out
+    programs: dict[int, tuple[ClosedJaxpr, ClosedJaxpr]]  # by the traced one's id: that, and the program made of it
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Traces:
         """None yet."""
-        return cls(jax.jit(_traced(function)), [])
+        return cls(jax.jit(_traced(function)), [], {})
+
+    def program(self, traced: ClosedJaxpr) -> ClosedJaxpr:
+        """The program of a trace, the same for the same trace."""
+        if id(traced) in self.programs:
+            return self.programs[id(traced)][1]
+        program = with_updates(traced)
+        if program is not traced:
+            self.programs[id(traced)] = traced, program
+        return program
 
 
 def stage(function: Callable[..., Any], args: Sequence[Any], known: Traces | None = None) -> Program:
@@ -96,9 +107,9 @@ def stage(function: Callable[..., Any], args: Sequence[Any], known: Traces | Non
         for part in filter(_is_held, jax.tree.leaves(traced.out_info, is_leaf=_is_held)):
             part.left_to(known.found if lasts else [])
         if lasts:
-            return Program(traced.jaxpr, _changed(Held.again, traced.out_info), cached=True)
+            return Program(known.program(traced.jaxpr), _changed(Held.again, traced.out_info), cached=True)
     jaxpr, out = jax.make_jaxpr(_traced(function), return_shape=True)(*args)
-    return Program(_on_its_own(jaxpr), _changed(Held.taken, out))
+    return Program(with_updates(_on_its_own(jaxpr)), _changed(Held.taken, out))
 
 
 def _traced(function: Callable[..., Any]) -> Callable[..., Any]:

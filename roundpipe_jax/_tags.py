@@ -11,7 +11,7 @@ recompute needs no second decision. What an earlier attempt decided already stan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,10 +20,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from roundpipe_core._errors import MismatchError, message
 
 from ._jax import fresh_var, is_custom_vjp, named, replaced, scan_sizes, struct
-from ._names import SAVED, UPDATE
+from ._names import SAVED
+from ._pins import is_pin, pinned
+from ._programs import subprograms, with_subprograms
 from ._sinks import is_sink, without_sinks
 
-__all__ = ["calls_custom_vjp", "lead_through_tags", "name_of", "names_in", "subprograms", "updates_in"]
+__all__ = ["calls_custom_vjp", "lead_through_tags", "name_of", "names_in"]
 
 _NOTHING: Mapping[str, Any] = {}
 _NO_RULE = {
@@ -41,21 +43,6 @@ def name_of(eqn: JaxprEqn) -> str | None:
     return str(held.name) if type(held).__name__ in ("CheckpointName", "CheckpointNameFwd") else None
 
 
-def subprograms(eqn: JaxprEqn) -> list[Jaxpr]:
-    """The programs inside an operation."""
-    found: list[Jaxpr] = []
-    for value in eqn.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, ClosedJaxpr):
-                found.append(item.jaxpr)
-            elif isinstance(item, Jaxpr):
-                found.append(item)
-    held = getattr(eqn.params.get("_prim"), "jaxpr", None)
-    if isinstance(held, ClosedJaxpr):
-        found.append(held.jaxpr)
-    return found
-
-
 def names_in(jaxpr: Jaxpr) -> set[str]:
     """Every name given in a program, at any depth."""
     found: set[str] = set()
@@ -71,14 +58,6 @@ def names_in(jaxpr: Jaxpr) -> set[str]:
 def calls_custom_vjp(jaxpr: Jaxpr) -> bool:
     """Whether a program calls a function with a `custom_vjp` rule, at any depth."""
     return any(is_custom_vjp(eqn) or any(map(calls_custom_vjp, subprograms(eqn))) for eqn in jaxpr.eqns)
-
-
-def updates_in(jaxpr: Jaxpr) -> bool:
-    """Whether a program calls back to Python from `update_once`, at any depth."""
-    return any(
-        (bool(eqn.effects) and UPDATE in str(eqn.source_info.name_stack)) or any(map(updates_in, subprograms(eqn)))
-        for eqn in jaxpr.eqns
-    )
 
 
 def lead_through_tags(closed: ClosedJaxpr, layer: str, decided: Mapping[str, Any] = _NOTHING) -> ClosedJaxpr:
@@ -100,26 +79,11 @@ def _without_sinks(jaxpr: Jaxpr) -> Jaxpr:
     if effects == jaxpr.effects:
         return jaxpr
     eqns = [
-        replaced(eqn, params=_with_subprograms(eqn, _without_sinks), effects=without_sinks(eqn.effects))
+        replaced(eqn, params=with_subprograms(eqn, _without_sinks), effects=without_sinks(eqn.effects))
         for eqn in jaxpr.eqns
         if not is_sink(eqn)
     ]
     return replaced(jaxpr, eqns=eqns, effects=effects)
-
-
-def _with_subprograms(eqn: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> dict[str, Any]:
-    """The parameters of an operation, its programs changed."""
-
-    def changed(value: Any) -> Any:
-        if isinstance(value, ClosedJaxpr):
-            return ClosedJaxpr(change(value.jaxpr), value.consts)
-        if isinstance(value, Jaxpr):
-            return change(value)
-        if isinstance(value, (tuple, list)) and any(isinstance(v, (ClosedJaxpr, Jaxpr)) for v in value):
-            return type(value)(changed(v) for v in value)
-        return value
-
-    return {name: changed(value) for name, value in eqn.params.items()}
 
 
 class _Rewriter:
@@ -133,7 +97,7 @@ class _Rewriter:
         roots = self._roots(eqns)  # saved variable -> the operations that lead from it to its tag
         for var in wanted:
             if not roots.get(var):
-                roots[var] = [_fresh_tag(var)]
+                roots[var] = _fresh_tag(var)
         if not roots:
             return replaced(jaxpr, eqns=eqns), set()
         new: dict[Var, Any] = {}
@@ -188,7 +152,7 @@ class _Rewriter:
             saved.update(inner)
             return new
 
-        return _with_subprograms(eqn, rewritten), saved
+        return with_subprograms(eqn, rewritten), saved
 
     def _roots(self, eqns: Sequence[JaxprEqn]) -> dict[Var, list[JaxprEqn]]:
         made_by = {var: eqn for eqn in eqns for var in eqn.outvars}
@@ -223,7 +187,7 @@ class _Rewriter:
     def _passes_through(self, eqn: JaxprEqn) -> bool:
         """Whether an operation only marks its operand: a tag, or the probe for tangents (R5)."""
         name = name_of(eqn)
-        if name == SAVED or name in self.decided:
+        if name == SAVED or name in self.decided or is_pin(eqn):
             return True
         call = eqn.params.get("call_jaxpr") if eqn.primitive.name == "custom_jvp_call" else None
         return call is not None and not call.jaxpr.eqns and len(eqn.invars) == len(eqn.outvars) == 1
@@ -239,11 +203,10 @@ class _Rewriter:
         )
 
 
-def _fresh_tag(var: Var) -> JaxprEqn:
+def _fresh_tag(var: Var) -> list[JaxprEqn]:
     aval: Any = var.aval
-    eqn: JaxprEqn
-    [eqn] = jax.make_jaxpr(lambda value: named(value, SAVED))(struct(aval.shape, aval.dtype)).jaxpr.eqns
-    return replaced(eqn, outvars=[fresh_var(var)])
+    eqns = jax.make_jaxpr(lambda value: named(pinned(value), SAVED))(struct(aval.shape, aval.dtype)).jaxpr.eqns
+    return [replaced(eqn, outvars=[fresh_var(var)]) for eqn in eqns]
 
 
 def _read(new: dict[Var, Any], atom: Any) -> Any:

@@ -397,7 +397,7 @@ class Runner:
             return self.run(op.bodies[0], x, w, at, inside or "policy")
 
         if self.lane is not None:
-            layer = jax.checkpoint(layer, policy=save_policy())
+            layer = jax.checkpoint(layer)
         return layer(x, w, at)
 
     def do_scope(self, op: Op, x: Any, w: Any, at: Any, inside: str) -> Any:

@@ -1,5 +1,6 @@
 """Saves inside a scan, cond, vmap, while or jitted function of a layer, and under other people's checkpoints."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +13,10 @@ from roundpipe_jax import (
     OptionError,
     doing_recompute,
     get_recompute_data,
+    keep,
+    recompute_once,
     remat,
+    remat_layers,
     save_for_recompute,
     save_policy,
 )
@@ -39,6 +43,10 @@ class Draws:
 
 def use(x_TD: Any, w_DD: Any, idx_T1: Any) -> Any:
     return jnp.tanh(x_TD @ w_DD) + jnp.take_along_axis(jax.nn.softmax(x_TD @ w_DD), idx_T1, 1)
+
+
+def by_once(draws: Draws, x: Any, w: Any) -> Any:
+    return use(x, w, recompute_once(draws.traced, x))
 
 
 def by_branch(draws: Draws, x: Any, w: Any) -> Any:
@@ -266,28 +274,97 @@ def test_the_residual_lane_refuses_them_behind_a_number_saved_inside_too() -> No
         remat(layer, mode="custom_vjp")(X)
 
 
-@pytest.mark.parametrize("policy", [save_policy(), None])
-def test_any_checkpoint_keeps_returned_values_with_save_policy(policy: Any) -> None:
-    draws = Draws()
-    layer = jax.checkpoint(lambda x: by_value(draws, x, W[0]), policy=policy)
-    jax.block_until_ready(jax.jit(jax.grad(lambda x: (layer(x) ** 2).sum()))(X))
-    assert len(draws.log) == (1 if policy else 2)
+POLICIES = {
+    "none": None,
+    "ours": save_policy(),
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+}
+WRAPS: dict[str, Callable[[Any], Any]] = {
+    "remat": remat,
+    "custom_vjp": lambda f: remat(f, mode="custom_vjp"),
+    "remat in remat": lambda f: remat(lambda x, w: remat(f)(x, w)),
+    "remat of scan": lambda f: remat(lambda x, w: jax.lax.scan(lambda x, _: (f(x, w), None), x, None, length=1)[0]),
+    "stack": lambda f: lambda x, w: remat_layers(lambda w, x: f(x, w), w[None], x),
+    "jit": lambda f: jax.jit(remat(f)),
+    "nothing": lambda f: f,
+}
 
 
-@pytest.mark.parametrize("style", [by_branch, by_value])
-def test_a_region_inside_someone_elses_checkpoint_keeps_its_decisions_with_save_policy(style: Any) -> None:  # R8
+@pytest.mark.parametrize(
+    ("wrap", "style", "policy", "way"),
+    [
+        *((wrap, "branch", "none", "eager") for wrap in WRAPS if wrap != "nothing"),
+        *((wrap, "value", "none", "eager") for wrap in ("remat", "stack", "nothing")),
+        *((wrap, "once", "none", "eager") for wrap in ("remat", "nothing")),
+        *(("remat", "branch", policy, "eager") for policy in ("ours", "nothing", "dots")),
+        *(("stack", "branch", policy, "jit") for policy in ("none", "ours")),
+    ],
+)
+def test_someone_elses_checkpoint_decides_once(wrap: str, style: str, policy: str, way: str) -> None:  # R8
     draws = Draws()
+    styles: dict[str, Any] = {"branch": by_branch, "value": by_value, "once": by_once}
+    layer = WRAPS[wrap](lambda x, w: styles[style](draws, x, w))
 
     def block(x: Any) -> Any:
         for n in range(2):
-            x = remat(lambda x, w: style(draws, x, w))(x, W[n])
-        return jnp.sin(x)
+            x = layer(x, W[n]) * x
+        return jnp.sin(jnp.exp(x))
 
-    step = jax.jit(jax.grad(lambda x: (jax.checkpoint(block, policy=save_policy())(x) ** 2).sum()))
-    got = jax.block_until_ready(step(X))
-    one, two = list(draws.log)
-    want = jax.grad(lambda x: (jnp.sin(use(use(x, W[0], one), W[1], two)) ** 2).sum())(X)
+    step = jax.grad(lambda x: (jax.checkpoint(block, policy=POLICIES[policy])(x) ** 2).sum())
+    got = jax.block_until_ready((jax.jit if way == "jit" else lambda f: f)(step)(X))
+    one, two = draws.log
+
+    def bare(x: Any) -> Any:
+        y = use(x, W[0], one) * x
+        return jnp.sin(jnp.exp(use(y, W[1], two) * y))
+
+    np.testing.assert_allclose(got, jax.grad(lambda x: (bare(x) ** 2).sum())(X), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("wrap", [remat, jax.checkpoint, lambda f: jax.checkpoint(remat(f))])
+def test_a_while_loop_decides_once(wrap: Any) -> None:
+    draws = Draws()
+
+    def layer(x: Any) -> Any:
+        def body(state: Any) -> Any:
+            n, before = state
+            return n + 1, save_for_recompute(draws.traced(x + before))[0]
+
+        _, idx = jax.lax.while_loop(lambda state: state[0] < 2, body, (0, jnp.zeros((T, 1), jnp.int32)))
+        return jnp.exp(use(x, W[0], idx))
+
+    got = jax.grad(lambda x: wrap(layer)(x).sum())(X)
+    _, last = draws.log
+    want = jax.grad(lambda x: jnp.exp(use(x, W[0], last)).sum())(X)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_decision_of_constants_is_made_once_in_someone_elses_checkpoint() -> None:
+    draws = Draws()
+    layer = remat(lambda x, w: by_value(draws, x, w))
+    got = jax.grad(lambda x: jax.checkpoint(lambda x: jnp.sin(layer(X, W[0]) * x))(x).sum())(X)
+    [only] = draws.log
+    want = jax.grad(lambda x: jnp.sin(use(X, W[0], only) * x).sum())(X)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_someone_elses_checkpoint_keeps_no_more_than_the_decision() -> None:
+    def held(f: Any) -> int:
+        kept = jax.eval_shape(lambda x: jax.vjp(jax.checkpoint(f), x)[1], X)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
+
+    def layer(x: Any) -> Any:
+        (idx,) = save_for_recompute(jnp.argmax(jax.lax.stop_gradient(x), -1, keepdims=True))
+        return jnp.sin(keep(jnp.tanh, x)) * jnp.take_along_axis(x, idx, 1)
+
+    def ends(x: Any) -> Any:
+        save_for_recompute(jnp.argmax(jax.lax.stop_gradient(x)))
+        return x * 2
+
+    assert held(lambda x: jnp.exp(remat(layer)(x))) == X.nbytes + T * 4
+    assert held(lambda x: jnp.exp(remat(jnp.sin)(x))) == X.nbytes
+    assert held(remat(ends)) <= X.nbytes  # nobody reads the decision
 
 
 def test_flax_linen() -> None:
@@ -301,11 +378,13 @@ def test_flax_linen() -> None:
             (idx,) = save_for_recompute(draws.traced(logits))
             return jnp.tanh(nn.Dense(D)(x)) * jnp.take_along_axis(jax.nn.softmax(logits), idx, 1)
 
-    module = nn.remat(Block, policy=save_policy())()
     params = Block().init(jax.random.key(0), X)
-    draws.log.clear()
-    jax.block_until_ready(jax.jit(jax.grad(lambda p: module.apply(p, X).sum()))(params))
-    assert len(draws.log) == 1
+    for policy in (save_policy(), None):
+        module = nn.remat(Block, policy=policy)()
+        for way in (jax.jit, lambda f: f):
+            draws.log.clear()
+            jax.block_until_ready(way(jax.grad(lambda p, module=module: module.apply(p, X).sum()))(params))
+            assert len(draws.log) == 1
 
 
 def test_flax_nnx() -> None:
@@ -343,6 +422,7 @@ def test_equinox() -> None:
     block = Block(W[0], jnp.tanh)
     for checkpointed in (
         lambda m, x: eqx.filter_checkpoint(lambda m, x: m(x), policy=save_policy())(m, x),
+        lambda m, x: eqx.filter_checkpoint(lambda m, x: m(x))(m, x),
         lambda m, x: remat(m)(x),
         lambda m, x: remat(lambda m, x: m(x))(m, x),
     ):

@@ -1,5 +1,6 @@
 """update_once: what a layer does to state outside of itself, counted."""
 
+import collections
 import functools
 import re
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import io_callback
 
 from roundpipe_jax import MismatchError, keep, record, remat, remat_layers, replay, save_for_recompute, update_once
 from tests.on_jax.oracle import LANES, WAYS, same
@@ -90,16 +92,183 @@ def test_a_replay_makes_it_once(form: str) -> None:
         same(way(replayed)(tape, X), slope(seen.bare)(X))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_in_a_scan_in_a_layer_it_is_an_error(way: str) -> None:
+L = 4
+WEIGHTS = jnp.linspace(0.5, 1.5, L)
+
+
+class Callbacks:
+    """Counts, by kind, the callbacks of a layer."""
+
+    def __init__(self, saves: bool) -> None:
+        self.saves = saves
+        self.made: collections.Counter[str] = collections.Counter()
+
+    def layer(self, w: Any, x: Any) -> Any:
+        best = jnp.argmax(jax.lax.stop_gradient(x * w))
+        if self.saves:
+            (best,) = save_for_recompute(best)
+        update_once(jax.debug.callback, lambda _: self.made.update(["debug"]), best)
+        update_once(jax.debug.callback, lambda _: self.made.update(["ordered"]), best, ordered=True)
+        update_once(jax.jit(lambda v: io_callback(lambda _: self.made.update(["io"]), None, v)), best)
+        update_once(jax.debug.callback, lambda: self.made.update(["of no value"]))
+        return jnp.sin(x * w) * x[best]
+
+    def after(self, step: Any, *args: Any) -> tuple[dict[str, int], Any]:
+        jax.effects_barrier()
+        self.made.clear()
+        result = jax.block_until_ready(step(*args))
+        jax.effects_barrier()
+        return dict(self.made), result
+
+
+EACH = dict.fromkeys(("debug", "ordered", "io", "of no value"), L)
+
+STACKS: dict[str, Any] = {
+    "loop": lambda f: lambda w, x: functools.reduce(lambda x, n: remat(f)(w[n], x), range(L), x),
+    "verified": lambda f: lambda w, x: functools.reduce(lambda x, n: remat(f, verify="raise")(w[n], x), range(L), x),
+    "nested": lambda f: lambda w, x: remat_layers(f, w, x, nested=2),
+    "scan in a layer": lambda f: remat(lambda w, x: jax.lax.scan(lambda x, w: (remat(f)(w, x), None), x, w)[0]),
+    "stack in a layer": lambda f: remat(lambda w, x: remat_layers(f, w, x)),
+}
+
+
+def unwrapped(f: Any, w: Any, x: Any) -> Any:
+    return functools.reduce(lambda x, n: f(w[n], x), range(L), x)
+
+
+@pytest.mark.parametrize(
+    ("form", "tape", "saves", "way"),
+    [
+        *((form, "no tape", True, "jit") for form in STACKS),
+        *(("nested", tape, True, "jit") for tape in ("record", "replay")),
+        *(("nested", tape, True, "eager") for tape in ("no tape", "record", "replay")),
+        ("scan in a layer", "record", True, "jit"),
+        ("scan in a layer", "replay", True, "jit"),
+        ("loop", "no tape", False, "jit"),
+        ("nested", "record", False, "jit"),
+    ],
+)
+def test_each_layer_of_a_stack_makes_it_once(form: str, tape: str, saves: bool, way: str) -> None:
+    layer = Callbacks(saves)
+    stack = STACKS[form](layer.layer)
+    slopes = jax.grad(lambda w, x: stack(w, x).sum())
+
+    def recording(w: Any, x: Any) -> Any:
+        with record() as tape:
+            found = slopes(w, x)
+        return found, tape
+
+    def replaying(w: Any, x: Any, tape: Any) -> Any:
+        with replay(tape):
+            return slopes(w, x), None
+
+    step = {"no tape": lambda w, x: (slopes(w, x), None), "record": recording, "replay": replaying}[tape]
+    arguments: list[Any] = [WEIGHTS, X]
+    if tape == "replay":
+        with record() as recorded:
+            stack(WEIGHTS, X)
+        arguments.append(recorded)
+    made, (found, _) = layer.after(WAYS[way](step), *arguments)
+    assert made == EACH
+    same(found, jax.jit(jax.grad(lambda w: unwrapped(bare_layer, w, X).sum()))(WEIGHTS))
+
+
+def bare_layer(w: Any, x: Any) -> Any:
+    return jnp.sin(x * w) * x[jnp.argmax(jax.lax.stop_gradient(x * w))]
+
+
+def test_under_vmap_each_example_makes_it_once() -> None:
+    layer = Callbacks(saves=True)
+    layer.layer = functools.partial(_of_each, layer)  # type: ignore[method-assign]
+    stack = STACKS["nested"](layer.layer)
+    step = jax.jit(jax.vmap(jax.grad(lambda x: stack(WEIGHTS, x).sum())))
+    assert layer.after(step, jnp.stack([X, 2 * X, 3 * X]))[0] == {"debug": 3 * L, "io": 3 * L}
+
+
+def _of_each(layer: Callbacks, w: Any, x: Any) -> Any:
+    (best,) = save_for_recompute(jnp.argmax(jax.lax.stop_gradient(x * w)))
+    update_once(jax.debug.callback, lambda _: layer.made.update(["debug"]), best)
+    update_once(io_callback, lambda _: layer.made.update(["io"]), None, best)
+    return jnp.sin(x * w) * x[best]
+
+
+def test_in_a_branch_it_is_made_where_the_branch_is_taken() -> None:
     seen = Seen()
-    layer = remat(lambda x: jax.lax.scan(lambda x, _: (seen.layer(x), None), x, None, length=3)[0], label="stack")
-    with pytest.raises(MismatchError, match="recompute too would make a callback from update_once") as caught:
-        WAYS[way](slope(layer))(X)
+
+    def layer(w: Any, x: Any) -> Any:
+        return jax.lax.cond(w > 0.9, seen.layer, jnp.sin, x)
+
+    for way in WAYS.values():
+        jax.effects_barrier()
+        seen.values.clear()
+        stacked = lambda x: remat_layers(layer, WEIGHTS, x, nested=2)  # noqa: E731
+        assert len(seen.after(way(slope(stacked)))) == 2
+
+
+def ordered(seen: Seen, x: Any) -> None:
+    update_once(io_callback, seen.tell, None, jnp.argmax(x), ordered=True)
+
+
+def test_what_a_recompute_would_make_again_is_an_error() -> None:
+    seen = Seen()
+
+    def layer(x: Any) -> Any:
+        (best,) = save_for_recompute(jnp.argmax(jax.lax.stop_gradient(x)))
+        ordered(seen, jax.lax.stop_gradient(x))
+        return jnp.sin(x) * x[best]
+
+    scanned = remat(lambda x: jax.lax.scan(lambda x, _: (layer(x), None), x, None, length=3)[0], label="stack")
+    for way in WAYS.values():
+        with pytest.raises(MismatchError, match="an update_once that the recompute too would make") as caught:
+            way(slope(scanned))(X)
     assert "layer 'stack'" in str(caught.value)
-    assert re.search(r"layer at: .*once\.py:\d+\n  update_once\(.*debug_callback.*: .*once\.py:\d+", str(caught.value))
+    assert re.search(r"layer at: .*once\.py:\d+\n", str(caught.value))
+    assert re.search(r"\n  update_once\(.*callback.*: .*once\.py:\d+", str(caught.value))
     assert "wrap the function in there in remat" in str(caught.value)
+    grouped = lambda x: remat_layers(lambda _, x: layer(x), WEIGHTS, x, nested=2, label="groups")  # noqa: E731
+    with pytest.raises(MismatchError, match=r"recompute too would make"), record():
+        grouped(X)
     assert seen.values == []
+
+
+def test_a_layer_that_saves_nothing_makes_an_ordered_one_once() -> None:
+    seen = Seen()
+
+    def layer(x: Any) -> Any:
+        ordered(seen, jax.lax.stop_gradient(x))
+        return jnp.sin(x) * x[2]
+
+    assert seen.after(jax.jit(slope(remat(layer)))) == [2]
+
+
+def test_in_a_while_loop_it_is_made_once_an_iteration() -> None:
+    seen = Seen()
+
+    def again(state: Any) -> Any:
+        update_once(jax.debug.callback, seen.tell, state)
+        return state + 1
+
+    def layer(x: Any) -> Any:
+        count = jax.lax.while_loop(lambda n: n < 2, again, jnp.argmax(jax.lax.stop_gradient(x)) * 0)
+        return jnp.sin(jnp.exp(x)) * count
+
+    for way in WAYS.values():
+        jax.effects_barrier()
+        seen.values.clear()
+        assert sorted(seen.after(way(slope(remat(layer))))) == [0, 1]
+
+
+def test_a_reference_is_written_once() -> None:
+    def counted(x: Any) -> Any:
+        count = jax.new_ref(jnp.int32(0))
+
+        def layer(x: Any) -> Any:
+            update_once(lambda: count.__setitem__(..., count[...] + 1))
+            return jnp.sin(x) * x[2]
+
+        return slope(remat(layer))(x), count[...]
+
+    assert [int(way(counted)(X)[1]) for way in WAYS.values()] == [1, 1]
 
 
 def test_other_callbacks_are_left_alone() -> None:

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from roundpipe_jax import (
+    GradientError,
     TapeError,
+    diff,
     doing_recompute,
     get_recompute_data,
     recompute_once,
@@ -22,6 +24,7 @@ from roundpipe_jax import (
     replay,
     save_for_recompute,
 )
+from tests.on_jax.oracle import LANES
 
 L, T, D = 3, 4, 3
 W, MOVED = (jnp.array(np.random.default_rng(n).normal(size=(L, D, D)), jnp.float32) for n in (0, 1))
@@ -260,6 +263,99 @@ def test_a_region_that_fails_in_a_layer_that_is_traced(decide: Any) -> None:
     _, tape = run(X, W)
     idx = tape.entries()[0].value
     close(jax.jit(replaying(region))(X, MOVED, tape), jnp.sin(2 * given(X, MOVED[0], idx)).sum())
+
+
+def fails_at_home(x: Any) -> None:
+    save_for_recompute(3, name="static")
+    recompute_once(route, x)
+    remat(lambda x: save_for_recompute(route(x)), label="deep")(x)
+    raise ArithmeticError
+
+
+def fails_after_a_scan(x: Any) -> None:
+    save_for_recompute(3, name="static")
+
+    def body(x: Any, _: Any) -> Any:
+        save_for_recompute(route(x))
+        return x, None
+
+    jax.lax.scan(body, x, None, length=2)
+    raise ArithmeticError
+
+
+def fails_in_a_scan(x: Any) -> None:
+    def body(x: Any, _: Any) -> Any:
+        save_for_recompute(route(x))
+        raise ArithmeticError
+
+    jax.lax.scan(body, x, None, length=2)
+
+
+def otherwise(fails: Any, **options: Any) -> Any:
+    """A program that goes another way when a layer fails."""
+
+    def function(x: Any, w: Any) -> Any:
+        try:
+            remat(fails, label="fails", **options)(x)
+        except ArithmeticError:
+            x = 2 * x
+        return remat(layer)(x, w[0])
+
+    return function
+
+
+@pytest.mark.parametrize("mode", LANES)
+@pytest.mark.parametrize("fails", [fails_at_home, fails_after_a_scan])
+def test_an_outermost_region_that_fails_is_on_the_tape(fails: Any, mode: Any) -> None:
+    if fails is fails_after_a_scan and mode == "custom_vjp":
+        return  # which has no saves in scans
+    function = otherwise(fails, mode=mode)
+    tapes = []
+    for step in (recording(function), jax.jit(recording(function))):
+        for _ in range(2):  # the second call may start in another form
+            _, tape = step(X, W)
+            tapes.append(tape)
+    held = [[(entry.layer, entry.name, entry.shape) for entry in tape.entries()] for tape in tapes]
+    assert all(one == held[0] for one in held)
+    assert sum("fails" in label for label, _, _ in held[0]) == (3 if fails is fails_at_home else 2)
+    idx = tapes[0].entries()[-1].value
+    slope = jax.grad(lambda x: jnp.sin(given(2 * x, W[0], idx)).sum())(X)
+    for step in (recording(function), jax.jit(recording(function))):
+        gradient, tape = jax.grad(step, has_aux=True)(X, W)
+        close(gradient, slope)
+        tapes.append(tape)
+    for tape in tapes:
+        assert not diff(tapes[0], tape)
+    for run in (replaying(function), jax.jit(replaying(function))):
+        close(run(X, MOVED, tapes[-1]), jnp.sin(given(2 * X, MOVED[0], idx)).sum())
+
+
+def test_a_region_that_fails_with_a_trace_inside_is_an_error_if_the_program_goes_on() -> None:
+    def stacked(x: Any, w: Any) -> Any:
+        try:
+            remat_layers(lambda _, x: fails_at_home(x), w, x, label="fails")
+        except ArithmeticError:
+            return x
+
+    for function in (otherwise(fails_in_a_scan), stacked):
+        for step in (recording(function), jax.jit(recording(function))):
+            with pytest.raises(TapeError, match=r"(?s)layer 'fails': it saved, and then ended.*: .*_inner.py:"):
+                step(X, W)
+    uncaught = recording(lambda x, _: remat(fails_in_a_scan)(x))
+    for step in (uncaught, jax.jit(uncaught)):
+        with pytest.raises(ArithmeticError):
+            step(X, W)
+
+
+def test_a_failed_region_saves_no_float_that_is_differentiated() -> None:
+    def fails(x: Any) -> None:
+        save_for_recompute(jnp.sin(x))
+        raise ArithmeticError
+
+    step = jax.grad(recording(otherwise(fails)), has_aux=True)
+    for run in (step, jax.jit(step)):
+        with pytest.raises(GradientError, match="layer 'fails'"):
+            run(X, W)
 
 
 @pytest.mark.parametrize("outer", [lambda f: f, remat], ids=["outermost", "inside"])
