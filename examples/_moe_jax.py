@@ -114,7 +114,8 @@ def moe(
         if doing_recompute():
             plan = get_recompute_data()
         else:
-            plan = save_for_recompute(*route(sizes, bias_E, jax.lax.stop_gradient(scores_TE)))
+            plan = route(sizes, bias_E, jax.lax.stop_gradient(scores_TE))
+            save_for_recompute(*plan)
     y_TD = run_experts(sizes, weights, x_TD, scores_TE, *plan)
     seen = probe(watch_TK, plan[0]) if watch_TK is not None else jnp.zeros((), jnp.float32)
     return y_TD.reshape(x_BLD.shape), plan, seen
