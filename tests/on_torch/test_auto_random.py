@@ -21,7 +21,8 @@ from tests.fuzz import TIMES, examples
 from tests.on_torch.oracle import same
 from tests.on_torch.test_auto import LAYERS, ROWS, WIDTH, Shaky, ties, weights
 
-FROM_THE_HOST = {"noise", "noise in place", "multinomial", "bernoulli", "coin", "coin, then topk"}  # whose generator is shared
+# Their generator is shared.
+FROM_THE_HOST = {"noise", "noise in place", "multinomial", "bernoulli", "coin", "coin, then topk"}
 STEPS = st.one_of(
     *[st.tuples(st.just("operation"), st.sampled_from(sorted(LAYERS.keys() - FROM_THE_HOST)))] * 4,
     st.tuples(st.sampled_from(["dropout", "once"]), st.none()),
