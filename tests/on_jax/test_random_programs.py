@@ -238,7 +238,7 @@ def test_two_threads(program: Any, lane: Any, form: str) -> None:
         raise fault
 
 
-@examples(5)
+@examples(3)
 @given(programs(), LANE, FORM)
 def test_nothing_outlives_its_graph(program: Any, lane: Any, form: str) -> None:  # R9
     case = Case(program, lane, FORMS[form])

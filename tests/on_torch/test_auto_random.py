@@ -103,7 +103,7 @@ def gradients(steps, region, twice):
 def test_random_programs():
     tried = Counter()
 
-    @examples(60)
+    @examples(40)
     @given(PROGRAMS, st.booleans())
     def attempt(steps, twice):
         want = gradients(steps, nothing, twice)
