@@ -112,6 +112,12 @@ class Forward:
         self.updates = [(str(name), where(update.place)) for (_, name), update in slot.kept.items()]
 
 
+def _clear(slot: Slot) -> None:
+    """Let nothing be in the slot, for another attempt to fill it."""
+    slot.entries.clear()
+    slot.children.clear()
+
+
 class Failed:
     """What a layer had saved when it ended with an exception, in the trace of a recording."""
 
@@ -412,8 +418,7 @@ class Call:
 
     def _forward_at_once(self, slot: Slot, cut: bool) -> Any:
         arrays = stop_gradients(self.arrays) if cut else self.arrays
-        slot.entries.clear()
-        slot.children.clear()
+        _clear(slot)
         names = not is_running() and not is_remat3()  # the program that is traced may be somebody's checkpoint
         options: dict[str, Any] = {"cut": cut, "names": names, "journal": Journal()}
         return self.layer.forward(arrays, slot, fresh=self.layer.fresh, **options)[0]
@@ -531,8 +536,7 @@ class Call:
         """The slot, for what the layer saved before it failed. The trace of that is not kept under `key`."""
         if self.memory is not None:
             self.memory.pop((key, self.key, self.options.label), None)
-        slot.entries.clear()
-        slot.children.clear()
+        _clear(slot)
         return slot
 
     def _is_plain(self, program: Program, found: Forward) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from roundpipe_core._errors import OptionError, message
-from roundpipe_core._slots import label_of
+from roundpipe_core._slots import label_of, place_outside, where
 
 from ._calls import labelled
 from ._explain import repeated
@@ -107,7 +107,7 @@ def remat_layers(
             group, prevent_cse=False, verify=verify, label=f"{name}, {size} layers", offload=offload
         )
         if taped.taped:
-            grouped = _checkpointed(group, name)
+            grouped = _checkpointed(group, name, where(place_outside()))
         with repeated(nested):
             last, out = jax.lax.scan(grouped, x, groups)
         aux, kept = jax.tree.map(lambda leaf: leaf.reshape(count, *leaf.shape[2:]), out)
@@ -115,7 +115,7 @@ def remat_layers(
     return (last, aux) if has_aux else last
 
 
-def _checkpointed(group: Callable[[Any, Any], Any], name: str) -> Callable[[Any, Any], Any]:
+def _checkpointed(group: Callable[[Any, Any], Any], name: str, called: str) -> Callable[[Any, Any], Any]:
     """`group`, recomputed with the decisions of its layers."""
 
     def grouped(x: Any, inputs: Any) -> Any:
@@ -127,7 +127,7 @@ def _checkpointed(group: Callable[[Any, Any], Any], name: str) -> Callable[[Any,
 
         program = stage(flat, arrays)
         if unfit_updates_in(program.jaxpr.jaxpr):
-            raise unfit_updates(name, [])
+            raise unfit_updates(name, [("called at", called)])
         run = jax_checkpoint(program.bare().run, prevent_cse=False, policy=save_policy())
         return program.out[1].value.join(run(program.consts, arrays))
 

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var, primit
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from ._jax import replaced
-from ._programs import subprograms, with_subprograms
+from ._programs import has_any, subprograms, with_subprograms
 from ._sinks import Stays
 
 __all__ = ["is_pin", "pinned"]
@@ -64,16 +64,13 @@ def _without_pins(jaxpr: Jaxpr) -> Jaxpr:
     return replaced(jaxpr, eqns=eqns, outvars=list(map(read, jaxpr.outvars)))
 
 
-def _has_pins(jaxpr: Jaxpr) -> bool:
-    return any(is_pin(eqn) or any(map(_has_pins, subprograms(eqn))) for eqn in jaxpr.eqns)
-
-
 def _divided_loop(policy: Any, unknown: Sequence[bool], held: Sequence[bool], eqn: JaxprEqn) -> Any:
     """A while loop, of whose iterations nothing can be held: one that decides, or updates, is held as a whole.
 
     It can be unless it is differentiated itself, which JAX can do in forward mode alone. That needs no division.
     """
-    if not any(map(_has_pins, subprograms(eqn))) and not any(isinstance(effect, Stays) for effect in eqn.effects):
+    decides = any(has_any(inner, is_pin) for inner in subprograms(eqn))
+    if not decides and not any(isinstance(effect, Stays) for effect in eqn.effects):
         return _of_loops(policy, unknown, held, eqn)
     bare = replaced(eqn, params=with_subprograms(eqn, _without_pins))
     divided = _of_loops(policy, unknown, held, bare)

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-__all__ = ["subprograms", "with_subprograms"]
+__all__ = ["has_any", "subprograms", "with_subprograms"]
 
 
 def subprograms(eqn: JaxprEqn) -> list[Jaxpr]:
@@ -23,6 +23,11 @@ def subprograms(eqn: JaxprEqn) -> list[Jaxpr]:
     if isinstance(held, ClosedJaxpr):
         found.append(held.jaxpr)
     return found
+
+
+def has_any(jaxpr: Jaxpr, test: Callable[[JaxprEqn], bool]) -> bool:
+    """Whether an operation of a program passes `test`, at any depth."""
+    return any(test(eqn) or any(has_any(inner, test) for inner in subprograms(eqn)) for eqn in jaxpr.eqns)
 
 
 def with_subprograms(eqn: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from roundpipe_core._errors import MismatchError, message
 from ._jax import fresh_var, is_custom_vjp, named, replaced, scan_sizes, struct
 from ._names import SAVED
 from ._pins import is_pin, pinned
-from ._programs import subprograms, with_subprograms
+from ._programs import has_any, subprograms, with_subprograms
 from ._sinks import is_sink, without_sinks
 
 __all__ = ["calls_custom_vjp", "lead_through_tags", "name_of", "names_in"]
@@ -57,7 +57,7 @@ def names_in(jaxpr: Jaxpr) -> set[str]:
 
 def calls_custom_vjp(jaxpr: Jaxpr) -> bool:
     """Whether a program calls a function with a `custom_vjp` rule, at any depth."""
-    return any(is_custom_vjp(eqn) or any(map(calls_custom_vjp, subprograms(eqn))) for eqn in jaxpr.eqns)
+    return has_any(jaxpr, is_custom_vjp)
 
 
 def lead_through_tags(closed: ClosedJaxpr, layer: str, decided: Mapping[str, Any] = _NOTHING) -> ClosedJaxpr:

@@ -19,7 +19,7 @@ from roundpipe_core._errors import MismatchError, message
 
 from ._jax import is_callback, is_io, is_ordered, is_plain, replaced
 from ._names import UPDATE
-from ._programs import subprograms, with_subprograms
+from ._programs import has_any, subprograms, with_subprograms
 from ._sinks import Stays
 
 __all__ = ["unfit_updates", "unfit_updates_in", "updates_in", "with_updates"]
@@ -100,8 +100,7 @@ batching.fancy_primitive_batchers[_update] = _batched
 
 def updates_in(jaxpr: Jaxpr) -> bool:
     """Whether a program makes updates, at any depth."""
-    made = (_is_update(eqn) or any(map(updates_in, subprograms(eqn))) for eqn in jaxpr.eqns)
-    return bool(jaxpr.effects) and any(made)
+    return bool(jaxpr.effects) and has_any(jaxpr, _is_update)
 
 
 def unfit_updates_in(jaxpr: Jaxpr) -> bool:

@@ -284,7 +284,7 @@ def no_second_derivative(layer: str) -> MismatchError:
         message(
             f"layer {layer!r}: no second derivative of a layer with use_reentrant=True, whose recompute has a graph of "
             "its own.",
-            [],
+            [("asked at", user_line())],
             "use the default engine (use_reentrant=False).",
         )
     )

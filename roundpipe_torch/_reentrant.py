@@ -144,11 +144,12 @@ class _Region:
             self.buffers.settle(self.trace.told_at >= 0)
         self.hooked = [*run.hooked, *left_since(mark, self.function, (*tensors, *self.leaves), {})]
         self.parcel = run.parcel
-        if self.slot.rows is not None and not is_inside(thread.run):
+        inside = is_inside(thread.run)
+        if self.slot.rows is not None and not inside:
             forget_with(self, self.slot)
         if self.generators and self.generators.missed():
             raise started_inside(self.slot.label)
-        if not is_inside(thread.run):
+        if not inside:
             held(self.slot, tensors, {}, self.parcel)
         nodes = gradient_nodes(mark, self.function, (*tensors, *self.leaves))
         return *self._given(leaves, tensors, ends, begun, phase is Phase.RECOMPUTE), nodes

@@ -264,6 +264,7 @@ def test_double_backward_is_refused() -> None:
     remat_block(torch.exp, x).sum().backward(create_graph=True)
     with pytest.raises(MismatchError, match="layer 'block': no second derivative") as caught:
         x.grad.sum().backward()
+    assert lines(caught)[1].startswith(f"  asked at: {__file__}:")
     assert lines(caught)[-1] == "  way out: use the default engine (use_reentrant=False)."
     x.grad = None
 
