@@ -226,8 +226,9 @@ def test_what_a_recompute_would_make_again_is_an_error() -> None:
     assert re.search(r"\n  update_once\(.*callback.*: .*once\.py:\d+", str(caught.value))
     assert "wrap the function in there in remat" in str(caught.value)
     grouped = lambda x: remat_layers(lambda _, x: layer(x), WEIGHTS, x, nested=2, label="groups")  # noqa: E731
-    with pytest.raises(MismatchError, match=r"recompute too would make"), record():
+    with pytest.raises(MismatchError, match=r"recompute too would make") as caught, record():
         grouped(X)
+    assert re.search(r"layer 'groups'.*\n  called at: .*once\.py:\d+\n", str(caught.value))
     assert seen.values == []
 
 
