@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, overload
@@ -12,6 +11,7 @@ from roundpipe_core._errors import OptionError, message
 from . import _arguments
 from ._calls import Call, Mode, Options, Verify, labelled
 from ._identity import see_through
+from ._jax import is_out_of_memory
 from ._offload import Offload, offload_option
 from ._refusals import Refusals
 
@@ -138,7 +138,10 @@ def _wrapped(fun: Any, options: Options) -> Any:
     def layer(*args: Any, **kwargs: Any) -> Any:
         return Call(fun, options, args, kwargs).result()
 
-    with contextlib.suppress(Exception):  # of a module whose attributes refuse to be copied
+    try:
         functools.update_wrapper(layer, fun)
+    except Exception as error:  # of a module whose attributes refuse to be copied
+        if is_out_of_memory(error):
+            raise
     see_through(layer)
     return layer
