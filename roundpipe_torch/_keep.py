@@ -38,7 +38,7 @@ from ._errors import (
 )
 from ._hooks import Hooked, hooked_since, is_hooked, now
 from ._inputs import save_tensor
-from ._matching import node_count
+from ._matching import cast_of, node_count
 from ._offload import Here, Shipped
 from ._residuals import Argument, Held, Packer, Site, unpack, whole_of
 from ._views import Origins, View, version_of
@@ -425,7 +425,7 @@ def _reached(
                 reached.add(edges[edge])
             elif node is None or hasattr(node, "variable"):
                 continue
-            elif node._sequence_nr() < begun:
+            elif node._sequence_nr() < begun and cast_of(node) is None:
                 foreign = True
             elif node not in seen:
                 seen.add(node)

@@ -20,7 +20,7 @@ from torch.autograd.function import BackwardCFunction
 from roundpipe_core import RoundPipeError
 
 from ._errors import multi_hooked
-from ._matching import A_LEAF
+from ._matching import A_LEAF, cast_of
 
 __all__ = ["gradients", "leaves_behind"]
 
@@ -56,7 +56,9 @@ def leaves_behind(
         number = node._sequence_nr()
         if number == A_LEAF:
             leaves[id(node.variable)] = node.variable
-        elif number < begun or (isinstance(node, BackwardCFunction) and (whole(node) or _insists(node))):
+        elif (number < begun and cast_of(node) is None) or (
+            isinstance(node, BackwardCFunction) and (whole(node) or _insists(node))
+        ):
             return None
         else:
             waiting += node.next_functions

@@ -35,12 +35,25 @@ node_count: Callable[[], int] = torch._C._autograd._get_sequence_nr
 A_LEAF = 2**64 - 1
 """The number of every node that takes a leaf's gradient."""
 
+_LOWER = frozenset({torch.float16, torch.bfloat16})
+"""What autocast makes of weights. It keeps each cast, for all threads, until the outermost autocast of any of them ends."""
+
+
+def cast_of(node: Any) -> torch.Tensor | None:
+    """The leaf that `node` converts. Such a node saves nothing, and autocast gives one to many: see `_LOWER`."""
+    if node is None or node.name() != "ToCopyBackward0":
+        return None
+    found: torch.Tensor | None = getattr(node.next_functions[0][0], "variable", None)
+    return found
+
+
 __all__ = [
     "A_LEAF",
     "REGION",
     "Pairs",
     "Saved",
     "Trace",
+    "cast_of",
     "cheap_tail",
     "match",
     "match_aligned",
@@ -145,16 +158,23 @@ class Trace:
 
     def add(self, n: int, holder: Any, tensor: torch.Tensor) -> None:
         """Note a pack, the `n`th."""
-        nodes = node_count() - self.base
+        nodes, dtype = node_count() - self.base, tensor.dtype
         self.refs.append(ref(holder))
         if tensor.requires_grad:
-            weight = tensor if tensor.is_leaf else tensor._base  # a linear layer saves a view of its weight
-            if weight is tensor or (weight is not None and weight.is_leaf):
-                self.leaves[n] = id(weight), weight._version, ref(weight)
+            if tensor.is_leaf:
+                self.leaves[n] = id(tensor), tensor._version, ref(tensor)
+            elif (base := tensor._base) is not None or dtype in _LOWER:
+                self._weight(n, tensor if base is None else base)
         elif self._of is None:
             self._constant(n, tensor)
         line = self._located(n, tensor) if n >= self._located_from else None
-        self.packs.append((tensor.shape, tensor.dtype, tensor.device, nodes, line))
+        self.packs.append((tensor.shape, dtype, tensor.device, nodes, line))
+
+    def _weight(self, n: int, whole: torch.Tensor) -> None:
+        """Note the weight that pack `n` is a view or a cast of: a linear layer saves such, and under autocast so."""
+        weight = whole if whole.is_leaf else cast_of(whole.grad_fn)
+        if weight is not None:
+            self.leaves[n] = id(weight), weight._version, ref(weight)
 
     def _constant(self, n: int, tensor: torch.Tensor) -> None:
         if self.constants is _NONE:
@@ -232,6 +252,10 @@ class Trace:
         """The segment of a pack, and its place there."""
         segment = bisect_right(self.starts, pack) - 1
         return segment, pack - self.starts[segment]
+
+    def rank(self, number: int) -> int:
+        """How many packs there are up to the node of this number, counted from the begin."""
+        return sum(self.number(pack) <= self.begun + number for pack in range(len(self.packs)))
 
     def told_of(self, pack: int) -> str:
         """A pack of the forward, for messages."""
@@ -427,7 +451,19 @@ def match(
 
 
 def _aligned(forward: Trace, ours: tuple[int, int], recompute: Trace, theirs: tuple[int, int]) -> bool:
-    return forward.packs[slice(*ours)] == recompute.packs[slice(*theirs)]
+    some, others = forward.packs[slice(*ours)], recompute.packs[slice(*theirs)]
+    return some == others or (len(some) == len(others) and _casts(some) and _ranked(some) == _ranked(others))
+
+
+def _casts(packs: list[_Pack]) -> bool:
+    """Whether autocast may have been on. Then one phase may find the cast of a weight that the other one makes."""
+    return any(pack[1] in _LOWER for pack in packs)
+
+
+def _ranked(packs: list[_Pack]) -> list[tuple[Any, ...]]:
+    """Packs by the nodes that saved something, and no others, as casts do not."""
+    ranks = {node: n for n, node in enumerate(dict.fromkeys(pack[3] for pack in packs))}
+    return [(*pack[:3], ranks[pack[3]], pack[4]) for pack in packs]
 
 
 def _by_liveness(
@@ -465,8 +501,17 @@ def _could_be(forward: Trace, ours: int, recompute: Trace, theirs: int) -> bool:
     one, other = forward.makers.get(ours), recompute.makers.get(theirs)
     if one is None or other is None:  # outputs come without the node that made them
         return one is other
+    if one[0] != other[0]:
+        return False
     before = one[1] < forward.told_at or other[1] < recompute.told_at  # made where both phases were still one
-    return one == other if before else one[0] == other[0]
+    return not before or _same_node(forward, one[1], recompute, other[1])
+
+
+def _same_node(forward: Trace, ours: int, recompute: Trace, theirs: int) -> bool:
+    """Whether nodes of these numbers, counted from the begin of either phase, are one, or made by the same code."""
+    if ours < 0 or theirs < 0:  # from before the region, as of an argument
+        return ours + forward.begun == theirs + recompute.begun
+    return ours == theirs or (_casts(forward.packs) and forward.rank(ours) == recompute.rank(theirs))
 
 
 def _ranks(trace: Trace, packs: list[int]) -> list[int]:

@@ -739,3 +739,28 @@ def test_the_end_of_a_layer_is_looked_at_once(monkeypatch) -> None:
 
     checkpoint(Slotted(), x)
     assert len(looked) == 5
+
+
+@pytest.mark.parametrize("way", ENGINES)
+def test_branches_of_their_own_lines_that_read_an_argument_with_a_graph(way) -> None:
+    """As of every layer but the first. What made the argument is no part of the region, and the same in both phases."""
+
+    def layer(x, other):
+        if doing_recompute():
+            get_recompute_data()
+            y = x * x + other.exp()
+        else:
+            save_for_recompute("forward")
+            y = x * x + other.exp()
+        return y.sin()
+
+    def scenario(way):
+        x = leaf(4, 6)
+        x.exp().sum().backward()  # shifts the numbers of nodes
+        for _ in range(3):
+            y = way(layer, x.exp(), other=x.cos())
+            y = way(layer, y.tanh(), other=y)
+        y.sum().backward()
+        return [x.grad]
+
+    agree(scenario, way)
