@@ -36,7 +36,7 @@ A_LEAF = 2**64 - 1
 """The number of every node that takes a leaf's gradient."""
 
 _LOWER = frozenset({torch.float16, torch.bfloat16})
-"""What autocast makes of weights. It keeps each cast, for all threads, until the outermost autocast of any of them ends."""
+"""What autocast makes of weights. It keeps each cast, for all threads, until an outermost autocast ends."""
 
 
 def cast_of(node: Any) -> torch.Tensor | None:
