@@ -46,7 +46,7 @@ from ._offload import Offload, Parcel
 from ._ranks import collectives, keeps_graph, recompute_on_arrival, tell_rank
 from ._run import TorchRun, is_inside, is_told
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replayed
-from ._torchs import leave
+from ._torchs import innermost, leave
 from ._usage import held
 from ._verify import Audit
 
@@ -192,6 +192,8 @@ class Frame:
             self.runs_out = cheap_tail(self._function, outputs, self.trace.number(stop_at))
         if not self._verified and phase is Phase.FORWARD:
             self._outputs = Audit.copy(outputs)
+        if self._parcel is not None or innermost(False) is not None:  # the recompute gets others in their place
+            self._inputs.keep_retained(args, kwargs)
         self.returned = True
         if outermost:
             held(self.slot, args, kwargs, self._parcel)

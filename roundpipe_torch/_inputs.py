@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any, TypeVar
+from weakref import ref
 
 import torch
 
@@ -53,11 +54,12 @@ class Inputs:
     around the region see them, and an outer region does not keep them alive.
     """
 
-    __slots__ = ("_kept", "_names", "_plain", "_positional", "_specs")
+    __slots__ = ("_kept", "_names", "_plain", "_positional", "_retained", "_specs")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._specs: tuple[Spec, ...] | None = None
         self._names, self._positional = tuple(kwargs), len(args)
+        self._retained: Sequence[tuple[int, ref[torch.Tensor], int]] = ()
         leaves: Sequence[Any] = (*args, *kwargs.values())
         self._plain = _TENSORS.issuperset(map(type, leaves))  # no containers, and no tensors that hold others
         if self._plain:
@@ -70,6 +72,15 @@ class Inputs:
                 break
         self._kept = [save_tensor(leaf, False) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
+    def keep_retained(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Remember those arguments, while they live, that keep their gradient: to keep another's takes it from them."""
+        leaves: list[Any] = []
+        for value in (*args, *kwargs.values()):
+            flatten(value, leaves)
+        if len(leaves) == len(self._kept):  # else the forward has changed a list
+            retaining = ((n, leaf) for n, leaf in enumerate(leaves) if getattr(leaf, "retains_grad", False))
+            self._retained = [(n, ref(leaf), leaf._version) for n, leaf in retaining]
+
     def restore(self) -> tuple[list[Any], dict[str, Any]]:
         """The arguments, in new containers."""
         leaves: list[Any] = (
@@ -77,6 +88,10 @@ class Inputs:
             if self._plain
             else [leaf.unpack() if isinstance(leaf, SavedTensor) else leaf for leaf in self._kept]
         )
+        for n, reference, version in self._retained:
+            original = reference()
+            if original is not None and original._version == version:
+                leaves[n] = original
         if self._specs is not None:
             rest = iter(leaves)
             leaves = [unflatten(spec, rest) for spec in self._specs]

@@ -11,6 +11,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -315,7 +316,9 @@ class _Reentrant(torch.autograd.Function):
             raise accumulates_only(region.slot.label)
         if region.parcel is not None:
             region.parcel.arrive()
-        tensors = tuple(t.detach().requires_grad_(t.requires_grad) for t in region.arguments(ctx))
+        idle = region.idle or repeat(False)
+        given = zip(region.arguments(ctx), idle, strict=False)
+        tensors = tuple(t.detach().requires_grad_(t.requires_grad or idles) for t, idles in given)
         begun = node_count()
         outputs = region.replay(tensors)
         if len(outputs) != len(grads):
@@ -335,6 +338,8 @@ class _Reentrant(torch.autograd.Function):
         found: list[torch.Tensor | None] = [None] * len(nodes)
         if with_grad:
             found = _differentiated(region, with_grad, begun, tensors, nodes)
+        for tensor, gradient in zip(tensors, found, strict=False):
+            tensor.grad = gradient  # for a layer that keeps its argument, to look at its gradient
         if region.outermost and not _retains():
             release(region.slot)
         return found

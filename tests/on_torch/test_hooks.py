@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook, saved_tensors_hooks
 
 from roundpipe_torch import MismatchError, checkpoint, doing_recompute, keep, remat
 from tests.on_torch.oracle import agree, leaf, plain, reentrant, same
@@ -523,3 +524,51 @@ def test_layers_that_hook_nothing_outside_leave_the_outside_alone() -> None:
 
     agree(scenario)
     agree(scenario, reentrant)
+
+
+def moved_away():
+    return saved_tensors_hooks(torch.clone, torch.clone)
+
+
+@pytest.mark.parametrize("around", [nullcontext, moved_away], ids=["alone", "with other hooks around"])
+@pytest.mark.parametrize("which", [0, 1], ids=["the outer region's argument", "made in between"])
+def test_arguments_whose_gradient_a_layer_wants_to_keep(which, around) -> None:
+    """The recompute gets others in their place, and a node keeps its gradient for one tensor only."""
+
+    def scenario(way):
+        kept, x = [], leaf(5, 4)
+
+        def inner(*tensors):
+            tensors[which].retain_grad()
+            kept.append(tensors[which])
+            return tensors[0].sin() * tensors[1]
+
+        def layer(x):
+            return way(inner, x, x.exp()) * x
+
+        with around():
+            way(layer, x.cos()).sum().backward()
+            way(inner, x.cos(), x.tanh()).sum().backward()
+        forwards = kept if way is plain else [kept[0], kept[3]]
+        return x.grad, [tensor.grad for tensor in forwards]
+
+    agree(scenario)
+
+
+def test_an_argument_that_a_layer_keeps_to_look_at_its_gradient() -> None:
+    """Whether one looks at what the forward or what the recompute had. No gradient comes to the second."""
+    for way in (checkpoint, reentrant):
+        net = SimpleNamespace(first=None, last=None)
+
+        def layer(x, idle, net=net):
+            assert x.requires_grad
+            assert idle.requires_grad
+            x.retain_grad()
+            idle.retain_grad()
+            net.first, net.last = net.first if net.first is not None else x, x
+            return x.sin().exp()
+
+        x = leaf(5, 4)
+        way(layer, x * 2, x * 3).sum().backward()
+        assert net.first.grad.any()
+        same(net.last.grad, net.first.grad)
