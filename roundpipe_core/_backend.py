@@ -36,6 +36,14 @@ class NoValuesError(TypeError):
     """An array whose values are not known yet: it stands in a program that is being traced."""
 
 
+class NotCopiedError(TypeError):
+    """An array that its framework cannot copy, so that no slot can hold it."""
+
+    def __init__(self, array: Any, reason: str) -> None:
+        super().__init__(f"{type(array).__name__}: {reason}")
+        self.array, self.reason = array, reason.partition("\n")[0]
+
+
 class Backend(Protocol):
     """The arrays of one framework.
 
@@ -52,7 +60,7 @@ class Backend(Protocol):
         """Why `array` may not be saved (R5), and the way out; None if it may."""
 
     def snapshot(self, array: Any) -> Any:
-        """What the slot keeps: the values of this moment (R6)."""
+        """What the slot keeps: the values of this moment (R6). `NotCopiedError` if it can have none."""
 
     def restore(self, stored: Any) -> Any:
         """An array with the values of `stored` that a layer may change without changing `stored` (R6)."""

@@ -36,6 +36,7 @@ from ._tape import (
     Region,
     Scope,
     Tape,
+    called_here,
     check_range,
     described,
     no_decision,
@@ -279,7 +280,7 @@ class replay(_Block):  # noqa: N801 - used like a function
             raise OptionError(
                 message(
                     f"replay takes a Tape, not {type(tape).__name__}.",
-                    [],
+                    [called_here()],
                     "make one by `with record() as tape:`, Tape.load(path) or Tape.from_routing(routing).",
                 )
             )
@@ -321,7 +322,7 @@ def _refuse_inside(name: str) -> None:
     raise PhaseError(
         message(
             f"{name}() was begun inside {inside}.",
-            [],
+            [called_here()],
             "open it around the whole model's forward, outside of checkpointed layers and of another tape.",
         )
     )

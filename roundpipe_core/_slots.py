@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ._backend import Backend, backend_of, compare, expand
+from ._backend import Backend, NotCopiedError, backend_of, compare, expand
 from ._errors import Flip, GradientError, SlotError, message
 from ._trees import Spec, flatten, paths, unflatten
 
@@ -74,10 +74,13 @@ class Entry:
         self.place = place
         self.backends: list[Backend | None] = [backend_of(leaf) for leaf in leaves]
         self._refuse_gradient(label, key, leaves)
-        self.leaves: list[Any] = [
-            leaf if backend is None else backend.snapshot(leaf)
-            for backend, leaf in zip(self.backends, leaves, strict=True)
-        ]
+        try:
+            self.leaves: list[Any] = [
+                leaf if backend is None else backend.snapshot(leaf)
+                for backend, leaf in zip(self.backends, leaves, strict=True)
+            ]
+        except NotCopiedError as error:
+            raise self._not_copied(label, key, leaves, error) from error.__cause__
         self.state: Any = None
         self.offload: bool | None = None  # what the save said, for a frontend that moves it later
         self.counts: dict[Any, int] = {}
@@ -121,6 +124,17 @@ class Entry:
             flip = compare(layer, f"{spoken(key)}, item {name}", backend, stored, leaf)
             if flip:
                 yield flip
+
+    def _not_copied(self, label: Any, key: Key, leaves: list[Any], error: NotCopiedError) -> SlotError:
+        n = next(n for n, leaf in enumerate(leaves) if leaf is error.array)
+        return SlotError(
+            message(
+                f"layer {label_of(label)!r}, {spoken(key)}: data{list(paths(self.spec))[n]} is a "
+                f"{type(error.array).__name__} that cannot be copied: {error.reason}.",
+                [("saved at", where(self.place))],
+                "save the tensors that it is made of, or its full value.",
+            )
+        )
 
     def _refuse_gradient(self, label: Any, key: Key, leaves: list[Any]) -> None:  # R5
         for n, (backend, leaf) in enumerate(zip(self.backends, leaves, strict=True)):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ._backend import backend_of
 from ._errors import OptionError, TapeError, message
 from ._host import kind_of
-from ._slots import Entry, Key, Place, Slot, spoken
+from ._slots import Entry, Key, Place, Slot, place_outside, spoken, where
 from ._trees import Node, Spec, paths
 
 __all__ = ["Decision", "Region", "Skeleton", "Tape", "TapeEntry", "check_range", "portable", "taken_from"]
@@ -467,7 +467,10 @@ def no_decision(tape: Tape, name: str | None, layer: str | None) -> TapeError:
     return TapeError(
         message(
             f"the tape has no decision {f'named {name!r}' if name else 'at all'} in {layer or 'any layer'}.",
-            [("it has", ", ".join(sorted({f"{path}: {spoken(d.key)}" for path, _, d in tape.decisions()})[:8]))],
+            [
+                ("it has", ", ".join(sorted({f"{path}: {spoken(d.key)}" for path, _, d in tape.decisions()})[:8])),
+                called_here(),
+            ],
             "name one that it has; tape.entries() lists them.",
         )
     )
@@ -480,8 +483,18 @@ def number_of_experts(option: str, given: Any) -> int:
     except TypeError:
         number = 0
     if isinstance(given, bool) or number < 1:
-        raise OptionError(message(f"{option}={given!r} is no number of experts.", [], "give how many there are."))
+        headline = f"{option}={given!r} is no number of experts."
+        raise OptionError(message(headline, [called_here()], "give how many there are."))
     return number
+
+
+def called_here() -> tuple[str, str]:
+    """The user's line that runs now, for a message."""
+    return "called at", where(place_outside())
+
+
+def _saved(decision: Decision) -> list[tuple[str, str]]:
+    return [] if decision.place is None else [("saved at", where(decision.place))]
 
 
 def check_range(layer: str, decision: Decision) -> None:
@@ -508,7 +521,7 @@ def unseen(layer: str, decision: Decision, below: int) -> TapeError:
         message(
             f"tape, layer {layer!r}, {spoken(decision.key)}: whether all integers are below {below} cannot be seen "
             "while this is traced.",
-            [("the tape declares", str(decision.below))],
+            [("the tape declares", str(decision.below)), *_saved(decision), called_here()],
             "say so where the tape has values, outside of what is traced: tape.declare(below=...).",
         )
     )
@@ -532,7 +545,7 @@ def out_of_range(layer: str, decision: Decision, item: str, extremes: tuple[int,
         message(
             f"tape, layer {layer!r}, {spoken(decision.key)}, item {item}: integers from {low} to {high}, "
             f"where 0 to {below - 1} are in range.{sentinel}",
-            [],
+            [*_saved(decision), called_here()],
             "replay a tape of a model with as many experts, or mend the routing where it was made.",
         )
     )

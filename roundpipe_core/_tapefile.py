@@ -179,11 +179,9 @@ def _bytes_of(stored: _Stored) -> memoryview:
     except MemoryError:
         raise
     except Exception as error:  # whatever a framework raises for arrays that have no values here
-        raise _not_held(
-            stored.where,
-            f"an array whose values cannot be read: {str(error).partition(chr(10))[0]}",
-            "save the tape outside of jit and vmap: return it from the function, and save what comes back.",
-        ) from error
+        fault, _, cure = str(error).partition(chr(10))[0].partition("; ")
+        traced = "save the tape outside of jit and vmap: return it from the function, and save what comes back"
+        raise _not_held(stored.where, f"an array whose values cannot be read: {fault}", f"{cure or traced}.") from error
     return host.data
 
 

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from roundpipe_core import Tape, replay
-from roundpipe_core._backend import backend_of, expand, numpys, origin_of, register_backend, to_host
+from roundpipe_core._backend import NotCopiedError, backend_of, expand, numpys, origin_of, register_backend, to_host
 from roundpipe_core._host import HostArray
 from roundpipe_core._replay import TapedSlot
 from roundpipe_core._trees import flatten, register_leaf, unflatten
+
+from ._errors import OUT_OF_MEMORY
+from ._parts import bytes_of, held, parts_of, same_form
 
 __all__ = ["TorchBackend", "adopted", "without_gradient"]
 
@@ -63,20 +65,25 @@ class TorchBackend:
         )
 
     def snapshot(self, array: torch.Tensor) -> torch.Tensor:
-        return _cloned(array)
+        try:
+            return _cloned(array)
+        except OUT_OF_MEMORY:
+            raise
+        except (TypeError, ValueError, RuntimeError) as error:  # what a subclass raises that lacks this operation
+            raise NotCopiedError(array, str(error)) from error
 
     def restore(self, stored: torch.Tensor) -> torch.Tensor:
         return _cloned(stored)
 
     def nbytes(self, stored: torch.Tensor) -> int:
-        return held(stored).nbytes
+        return bytes_of(stored)
 
     def place(self, stored: torch.Tensor) -> str:
         return str(stored.device)
 
     def rows_differing(self, stored: torch.Tensor, array: torch.Tensor) -> tuple[int, int, int] | None:
-        rows = stored.shape[0] if stored.ndim else 1
-        if stored.shape != array.shape or stored.dtype != array.dtype:
+        if not same_form(stored, array):
+            rows = stored.size(0) if stored.ndim else 1
             return rows, rows, 0
         return differing_rows(stored, array)
 
@@ -143,8 +150,7 @@ def _no_bytes(array: torch.Tensor) -> str | None:
         return "a tensor inside of a torch.func transform"
     if array.layout is not torch.strided or array.is_quantized:
         return f"a tensor of layout {array.layout}; save its indices and values"
-    composed: bool = is_traceable_wrapper_subclass(array)
-    if composed:
+    if type(array).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return f"a {type(array).__name__}, which is made of other tensors; save those, or its full value"
     return None
 
@@ -216,25 +222,32 @@ def _cloned(tensor: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def held(tensor: torch.Tensor) -> torch.Tensor:
-    """What of a tensor this rank holds: of a DTensor its local part. Asks no other rank."""
-    if type(tensor) is torch.Tensor:
-        return tensor
-    to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
-
-
 def differing_rows(
     one: torch.Tensor, other: torch.Tensor, tolerance: tuple[float, float] | None = None
 ) -> tuple[int, int, int] | None:
-    """(rows that differ, rows, first such row) of two tensors of one shape; None if all agree.
+    """(rows that differ, rows, first such row) of two tensors of one form; None if all agree.
 
     With `tolerance` (relative, absolute) rows of floats may differ by that much. Reads the result back to the host.
-    Of tensors spread over ranks, the rows of this rank are compared.
+    Of tensors spread over ranks, the rows of this rank are compared; of those made of others, the first that differ.
     """
     one, other = held(one), held(other)
-    if one.shape != other.shape:
-        return len(one), len(one), 0
+    if one.layout is torch.sparse_coo:
+        one, other = one.coalesce(), other.coalesce()
+    for some, others in zip(parts_of(one), parts_of(other), strict=True):
+        if some.shape != others.shape:
+            return len(some), len(some), 0
+        try:
+            found = _differing(some, others, tolerance)
+        except (NotImplementedError, TypeError):  # of a class that cannot be compared: nothing is known against it
+            found = None
+        if found is not None:
+            return found
+    return None
+
+
+def _differing(
+    one: torch.Tensor, other: torch.Tensor, tolerance: tuple[float, float] | None
+) -> tuple[int, int, int] | None:
     if tolerance is None or not one.dtype.is_floating_point:
         differs = (one != other) & ~((one != one) & (other != other))
     else:

@@ -30,6 +30,7 @@ from roundpipe_core._trees import flatten
 
 from ._errors import buffer_changed, buffer_unknown, user_line
 from ._notes import Notes
+from ._parts import bytes_of
 from ._state import DrawWatch, Watch, modules_of
 from ._views import version_of
 
@@ -54,6 +55,10 @@ Moved = tuple[torch.nn.Module, str, torch.Tensor]
 """A buffer and its values at some point of the forward."""
 
 
+def _is_small(tensor: torch.Tensor) -> bool:
+    return (tensor.nbytes if tensor.layout is torch.strided else bytes_of(tensor)) <= _SMALL
+
+
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """A copy that code outside of inference mode may change too, in which a part of the region may be."""
     with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NO_CONTEXT:
@@ -76,7 +81,7 @@ class _Buffer:
         if isinstance(module, _NormBase):
             return  # what it gives does not depend on them in training, and does not change them in evaluation
         self.version = version_of(tensor)
-        if tensor.nbytes <= _SMALL or _changing.of(module).get((name, module.training), True):
+        if _is_small(tensor) or _changing.of(module).get((name, module.training), True):
             self.before = _copied(tensor)
 
     def moved(self) -> torch.Tensor | None:
@@ -110,7 +115,7 @@ class _Buffer:
         if isinstance(self.module, _NormBase):  # some update them behind the version counter
             return self.module.training
         changed = self.seen = version_of(self.tensor) != self.version
-        if self.tensor.nbytes <= _SMALL:
+        if _is_small(self.tensor):
             return True
         known, what = _changing.of(self.module), (self.name, self.module.training)
         known[what] = changed or known.get(what, False)

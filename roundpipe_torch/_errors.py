@@ -22,6 +22,7 @@ from roundpipe_core._errors import message
 from roundpipe_core._slots import Place, label_of, place_outside, where
 
 __all__ = [
+    "OUT_OF_MEMORY",
     "CheckpointMismatchError",
     "CompileError",
     "accumulates_only",
@@ -56,6 +57,9 @@ __all__ = [
     "user_place",
     "wrong_option",
 ]
+
+
+OUT_OF_MEMORY: tuple[type[BaseException], ...] = (torch.OutOfMemoryError, MemoryError)
 
 
 class CheckpointMismatchError(MismatchError, CheckpointError):
@@ -309,7 +313,7 @@ def accumulates_only(layer: str) -> MismatchError:
             f"layer {layer!r}: with use_reentrant=True this layer works with backward() only, not with "
             "torch.autograd.grad or backward(inputs=...): it takes from outside a tensor that is no leaf, or a leaf "
             "that the forward did not have, or holds a module of FSDP or a checkpoint that works so.",
-            [],
+            [("asked at", user_line())],
             "pass such tensors as arguments, or use the default engine (use_reentrant=False).",
         )
     )

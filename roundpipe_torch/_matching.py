@@ -168,7 +168,11 @@ class Trace:
         elif self._of is None:
             self._constant(n, tensor)
         line = self._located(n, tensor) if n >= self._located_from else None
-        self.packs.append((tensor.shape, dtype, tensor.device, nodes, line))
+        try:
+            self.packs.append((tensor.shape, dtype, tensor.device, nodes, line))
+        except RuntimeError:  # a nested tensor that has no shape
+            shape = torch.Size(tensor._nested_tensor_size().flatten().tolist())
+            self.packs.append((shape, dtype, tensor.device, nodes, line))
 
     def _weight(self, n: int, whole: torch.Tensor) -> None:
         """Note the weight that pack `n` is a view or a cast of: a linear layer saves such, and under autocast so."""
@@ -212,7 +216,7 @@ class Trace:
             made = self.maker(tensor) if self.standing else (node.name(), node._sequence_nr() - self.begun)
             if made is not None:
                 self.makers[n] = made
-        if tensor.layout is torch.strided:
+        if tensor.layout is torch.strided and not tensor.is_nested:
             pairs = zip(tensor.stride(), tensor.shape, strict=True)
             self.layouts[n] = tuple(stride for stride, size in pairs if size > 1)
         return _line()

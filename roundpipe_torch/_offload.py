@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ._backend import TorchBackend
 from ._errors import wrong_option
+from ._parts import bytes_of
 from ._views import storage_of, version_of
 
 __all__ = ["MOVED", "Here", "Mover", "Offload", "Parcel", "Shipped", "movers"]
@@ -165,7 +166,7 @@ class Here:
     def nbytes(self) -> int:
         """Bytes held, the rest of what the tensor is a view of included."""
         if storage_of(self._tensor) is None:
-            return self._tensor.nbytes
+            return bytes_of(self._tensor)
         return self._tensor.untyped_storage().nbytes()
 
     @property

@@ -16,12 +16,12 @@ from roundpipe_core import Flip
 from roundpipe_core._report import html_table, in_words, json_of, text_table
 from roundpipe_core._slots import Slot
 
+from ._errors import OUT_OF_MEMORY
 from ._inputs import tensors_in
 from ._offload import Here, Parcel
 
-__all__ = ["OUT_OF_MEMORY", "LayerUsage", "Usage", "found", "held", "usage"]
+__all__ = ["LayerUsage", "Usage", "found", "held", "usage"]
 
-OUT_OF_MEMORY: tuple[type[BaseException], ...] = (torch.OutOfMemoryError, MemoryError)
 _HEAD = ("layer", "calls", "alive", "inputs", "slot", "kept", "on the host", "decisions", "flips")
 
 

@@ -16,8 +16,10 @@ from roundpipe_core._phase import Run, thread
 from roundpipe_core._trees import flatten, paths
 
 from ._backend import differing_rows
+from ._errors import OUT_OF_MEMORY
+from ._parts import same_form
 from ._state import Generators
-from ._usage import OUT_OF_MEMORY, found
+from ._usage import found
 
 __all__ = ["Audit"]
 
@@ -92,7 +94,7 @@ class Audit:
             return
         for name, one, other in zip(names, before, leaves, strict=True):
             both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-            if both and one.shape == other.shape and one.dtype == other.dtype:
+            if both and same_form(one, other):
                 rows = differing_rows(one, other.detach(), _TOLERANCES.get(one.dtype, (0.0, 0.0)))
                 if rows:
                     yield Flip(self._slot.label, name, *rows)

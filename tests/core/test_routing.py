@@ -371,7 +371,10 @@ def test_what_was_not_routed_stays_so_in_a_wider_type(given_TLK: Any) -> None:
 def test_experts_is_a_number(experts: Any) -> None:
     with pytest.raises(OptionError) as caught:
         Tape.from_routing(routing(), experts=experts)
-    assert str(caught.value) == f"experts={experts!r} is no number of experts.\n  way out: give how many there are."
+    headline, line, way_out = str(caught.value).splitlines()
+    assert headline == f"experts={experts!r} is no number of experts."
+    assert line.startswith(f"  called at: {__file__}:")
+    assert way_out == "  way out: give how many there are."
 
 
 def test_the_way_back_takes_loops_over_layers_apart(tmp_path: Path) -> None:

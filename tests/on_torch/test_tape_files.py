@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.masked import masked_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from roundpipe_core._backend import to_host
@@ -199,6 +200,7 @@ def recorded(value: Any) -> Tape:
     return tape
 
 
+@pytest.mark.filterwarnings("ignore:.*(in prototype|in beta|[Mm]asked)")
 def test_tensors_without_values_are_refused(tmp_path: Path) -> None:
     with FakeTensorMode():
         fake = torch.ones(2, dtype=torch.int64)
@@ -207,6 +209,7 @@ def test_tensors_without_values_are_refused(tmp_path: Path) -> None:
         (fake, "without values"),
         (torch.ones(2, device="meta"), "without values"),
         (torch.ones(2, 2).to_sparse(), "a tensor of layout torch.sparse_coo"),
+        (masked_tensor(torch.ones(2), torch.ones(2) > 0), "a MaskedTensor, which is made of other tensors"),
         (TwoTensor(torch.ones(2), torch.ones(2)), "a TwoTensor, which is made of other tensors"),
         (jagged, "a NestedTensor of the shape"),
     ]:
