@@ -19,7 +19,7 @@ from ._auto import watching
 from ._before import Before
 from ._contexts import region_of
 from ._decisions import as_decisions
-from ._errors import wrong_option
+from ._errors import under_a_transform, wrong_option
 from ._frames import Frame, Options
 from ._inputs import line_up
 from ._matching import REGION
@@ -34,6 +34,8 @@ __all__ = ["checkpoint", "checkpoint_sequential", "options_from", "run_region"]
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 _PLAIN, _WITHOUT_RNG = Options(), Options(preserve_rng_state=False)
 _TO_HOST = Offload()
+_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
+"""How many transforms of torch.func are around what runs; None if there are none."""
 
 
 def checkpoint(
@@ -175,8 +177,12 @@ def run_region(
     tracked = torch.is_grad_enabled()
     if not tracked and (outer is None or outer.phase is Phase.OFF):
         return function(*args, **kwargs)  # R2: no backward will come
-    if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
+    if torch.compiler._is_exporting_flag or torch._C._get_tracing_state() is not None:
         return function(*args, **kwargs)  # an exported or traced program has the layer alone
+    if _level() is not None and torch._C._current_graph_task_id() == -1:
+        if isinstance(outer, TorchRun):
+            raise under_a_transform(label_of(options.label or function))
+        return function(*args, **kwargs)  # and so has a transform of torch.func
     phase, slot = open_slot(options.label or function)
     if outer is not None or options.auto is not None:
         function = watching(function, options.auto, outer)

@@ -53,6 +53,7 @@ __all__ = [
     "sharded_inside",
     "started_inside",
     "tensor_changed",
+    "under_a_transform",
     "user_line",
     "user_place",
     "wrong_option",
@@ -242,6 +243,18 @@ def decided_under_a_transform(layer: str, what: str) -> OptionError:
             f"layer {layer!r}: auto cannot keep what {what} decides inside a torch.func transform.",
             [("at", user_line())],
             "make the decision by recompute_once(function, ...) around the transform.",
+        )
+    )
+
+
+def under_a_transform(layer: str) -> OptionError:
+    """A region inside a transform of torch.func that is a part of another region: neither could run it again."""
+    return OptionError(
+        message(
+            f"layer {layer!r}: checkpointed inside a torch.func transform (vmap, grad, ...), which is itself inside "
+            "of a checkpointed layer.",
+            [("called at", user_line())],
+            "call the function itself there, or put the transform inside of what is checkpointed.",
         )
     )
 

@@ -39,7 +39,7 @@ from ._errors import (
     tensor_changed,
 )
 from ._hooks import Hooked, Resting, left_since, now, take_off
-from ._inputs import Inputs, restored
+from ._inputs import Inputs, Retaining, restored
 from ._keep import forget_with
 from ._matching import Leaf, Pairs, Trace, cheap_tail, match, match_aligned, node_count, node_names, region_codes
 from ._offload import Offload, Parcel
@@ -131,6 +131,7 @@ class Frame:
         self.slot = slot
         outer = thread.run
         self._parcel = None if options.offload is None else Parcel(options.offload)
+        self._inputs: Inputs | Retaining
         if self._parcel is None:
             self._inputs = Inputs(args, kwargs)
         else:
@@ -193,7 +194,7 @@ class Frame:
         if not self._verified and phase is Phase.FORWARD:
             self._outputs = Audit.copy(outputs)
         if self._parcel is not None or innermost(False) is not None:  # the recompute gets others in their place
-            self._inputs.keep_retained(args, kwargs)
+            self._inputs = Retaining.among(self._inputs, args, kwargs)
         self.returned = True
         if outermost:
             held(self.slot, args, kwargs, self._parcel)

@@ -15,7 +15,7 @@ from roundpipe_core._trees import Spec, flatten, unflatten
 
 from ._errors import input_changed
 
-__all__ = ["Inputs", "SavedTensor", "line_up", "restored", "save_tensor", "tensors_in"]
+__all__ = ["Inputs", "Retaining", "SavedTensor", "line_up", "restored", "save_tensor", "tensors_in"]
 
 T = TypeVar("T")
 
@@ -54,12 +54,11 @@ class Inputs:
     around the region see them, and an outer region does not keep them alive.
     """
 
-    __slots__ = ("_kept", "_names", "_plain", "_positional", "_retained", "_specs")
+    __slots__ = ("_kept", "_names", "_plain", "_positional", "_specs")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._specs: tuple[Spec, ...] | None = None
         self._names, self._positional = tuple(kwargs), len(args)
-        self._retained: Sequence[tuple[int, ref[torch.Tensor], int]] = ()
         leaves: Sequence[Any] = (*args, *kwargs.values())
         self._plain = _TENSORS.issuperset(map(type, leaves))  # no containers, and no tensors that hold others
         if self._plain:
@@ -72,15 +71,6 @@ class Inputs:
                 break
         self._kept = [save_tensor(leaf, False) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
-    def keep_retained(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Remember those arguments, while they live, that keep their gradient: to keep another's takes it from them."""
-        leaves: list[Any] = []
-        for value in (*args, *kwargs.values()):
-            flatten(value, leaves)
-        if len(leaves) == len(self._kept):  # else the forward has changed a list
-            retaining = ((n, leaf) for n, leaf in enumerate(leaves) if getattr(leaf, "retains_grad", False))
-            self._retained = [(n, ref(leaf), leaf._version) for n, leaf in retaining]
-
     def restore(self) -> tuple[list[Any], dict[str, Any]]:
         """The arguments, in new containers."""
         leaves: list[Any] = (
@@ -88,16 +78,44 @@ class Inputs:
             if self._plain
             else [leaf.unpack() if isinstance(leaf, SavedTensor) else leaf for leaf in self._kept]
         )
-        for n, reference, version in self._retained:
-            original = reference()
-            if original is not None and original._version == version:
-                leaves[n] = original
         if self._specs is not None:
             rest = iter(leaves)
             leaves = [unflatten(spec, rest) for spec in self._specs]
         if not self._names:
             return leaves, {}
         return leaves[: self._positional], dict(zip(self._names, leaves[self._positional :], strict=True))
+
+
+class Retaining:
+    """The arguments of a region, some of which keep their gradient. The recompute gets those, while they live.
+
+    A node keeps its gradient for one tensor. If the layer asks for that again, it may not be for another.
+    """
+
+    __slots__ = ("_inputs", "_retaining")
+
+    def __init__(self, inputs: Inputs | Retaining, retaining: list[tuple[int, ref[torch.Tensor], int]]) -> None:
+        self._inputs, self._retaining = inputs, retaining
+
+    @classmethod
+    def among(cls, inputs: Inputs | Retaining, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | Retaining:
+        """`inputs`, or this in its place, where `args` and `kwargs` are what the region was called with."""
+        leaves: list[Any] = []
+        flatten((args, kwargs), leaves)
+        retaining = ((n, leaf) for n, leaf in enumerate(leaves) if getattr(leaf, "retains_grad", False))
+        found = [(n, ref(leaf), leaf._version) for n, leaf in retaining]
+        return cls(inputs, found) if found else inputs
+
+    def restore(self) -> tuple[list[Any], dict[str, Any]]:
+        """As that of `Inputs`."""
+        leaves: list[Any] = []
+        spec = flatten(self._inputs.restore(), leaves)
+        for n, reference, version in self._retaining:
+            original = reference()
+            if original is not None and original._version == version and n < len(leaves):
+                leaves[n] = original
+        args, kwargs = unflatten(spec, iter(leaves))
+        return args, kwargs
 
 
 _CONTAINERS = (tuple, list, dict, set)

@@ -158,7 +158,8 @@ class Trace:
 
     def add(self, n: int, holder: Any, tensor: torch.Tensor) -> None:
         """Note a pack, the `n`th."""
-        nodes, dtype = node_count() - self.base, tensor.dtype
+        nodes = node_count() - self.base
+        dtype = tensor.dtype
         self.refs.append(ref(holder))
         if tensor.requires_grad:
             if tensor.is_leaf:
