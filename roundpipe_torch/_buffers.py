@@ -17,7 +17,7 @@ A buffer is replaced for the time of the recompute, not written: others may have
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -31,7 +31,7 @@ from roundpipe_core._trees import flatten
 from ._errors import buffer_changed, buffer_unknown, user_line
 from ._notes import Notes
 from ._parts import bytes_of
-from ._state import DrawWatch, Watch, modules_of
+from ._state import DrawWatch, Watch
 from ._views import version_of
 
 __all__ = ["Buffers", "Moved", "copies", "not_misled"]
@@ -161,9 +161,9 @@ class Buffers:
         self.misled = False  # whether the last recompute began with values that it should not have had
 
     @classmethod
-    def of(cls, function: Any, arguments: Collection[Any]) -> Buffers | None:
-        """Those of the modules that a call can reach; None if there are none."""
-        modules = [*modules_of(function, arguments)]
+    def among(cls, roots: Iterable[Any]) -> Buffers | None:
+        """Those of the modules among `roots`; None if there are none."""
+        modules = [root for root in roots if isinstance(root, torch.nn.Module)]
         watched = [_Buffer(*found) for found in _found(modules)] if modules else None
         return cls(watched) if watched else None
 

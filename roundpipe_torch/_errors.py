@@ -48,6 +48,7 @@ __all__ = [
     "other_node",
     "other_parameter",
     "other_shape",
+    "outside_changed",
     "ran_uncompiled",
     "saved_inside_torchs",
     "sharded_inside",
@@ -163,6 +164,19 @@ def tensor_changed(layer: str, tensor: torch.Tensor) -> MutationError:
             [],
             "compute out of place what later operations need, and change weights and other tensors after backward; "
             "autograd without checkpointing refuses this too.",
+        )
+    )
+
+
+def outside_changed(layer: str, tensor: torch.Tensor, line: str) -> MutationError:
+    """A tensor that the layer takes from outside is not what it was, and backward needs what comes of it."""
+    return MutationError(
+        message(
+            f"layer {layer!r}: a tensor from outside, {_described(tensor)}, has been modified by an inplace operation "
+            "after the forward, and backward needs what the recompute makes of it.",
+            [("read at", line)] if line else [],
+            "change it after backward, or out of place; or pass it to the layer as an argument; or let the layer keep "
+            "what it decides by it, by save_for_recompute(...) or recompute_once(...).",
         )
     )
 

@@ -43,9 +43,10 @@ from ._inputs import Inputs, Retaining, restored
 from ._keep import forget_with
 from ._matching import Leaf, Pairs, Trace, cheap_tail, match, match_aligned, node_count, node_names, region_codes
 from ._offload import Offload, Parcel
+from ._outside import Outside, Stale
 from ._ranks import collectives, keeps_graph, recompute_on_arrival, tell_rank
 from ._run import TorchRun, is_inside, is_told
-from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replayed
+from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, reached, replayed
 from ._torchs import innermost, leave
 from ._usage import held
 from ._verify import Audit
@@ -108,6 +109,9 @@ class Frame:
     """One call of a region. What most of them never look at stands in the class."""
 
     _needed: Sequence[int] = ()
+    _roots: Sequence[Any] = ()
+    """Modules, and tensors that are no arguments, while the forward runs."""
+    outside: Outside | None = None
     _outputs: Any = None
     _crowded = False
     _arrived = -1
@@ -139,7 +143,10 @@ class Frame:
                 self._inputs = Inputs(args, kwargs)
         values = (*args, *kwargs.values())
         self._generators = Generators(generators_of(function, values)) if options.preserve_rng_state else None
-        self._buffers = Buffers.of(function, values)
+        roots = reached(function, values)
+        self._buffers: Buffers | None = None
+        if roots:
+            self._roots, self._buffers = roots, Buffers.among(roots)
         self._ambient = Ambient()
         self._lock = RLock()
         self._hooked: Sequence[Hooked] = ()  # tensors from before it that the forward has put hooks on
@@ -185,6 +192,8 @@ class Frame:
         if outermost and self.slot.rows is not None:
             forget_with(self, self.slot)
         needed = self._needed = self.trace.alive()
+        if self._roots:
+            self.outside, self._roots = Outside(self._roots) if needed else None, ()
         self.talks = collectives() != before
         if self.talks:
             recompute_on_arrival(self, outputs, first)
@@ -277,9 +286,17 @@ class Frame:
             holder = self.trace.refs[n]()
             if holder is not None and holder.value is tensor:  # else the recompute has another in its place
                 holder.doubt = tensor_changed(self.slot.label, tensor)
+        if recompute.stale is not None:
+            self._doubt(recompute.stale)
         if self.talks and (lacking := self.lacking()):
             self._vain = lacking, recompute.trace
         return recompute
+
+    def _doubt(self, stale: Stale) -> None:
+        for ref in self.trace.refs:
+            holder = ref()
+            if holder is not None and holder.value is not None and not isinstance(holder.doubt, RoundPipeError):
+                holder.doubt = stale.fault(holder.value) or holder.doubt
 
     def _attempt(
         self, asked: Holder | None, numbers: Sequence[torch.Tensor], watch: DrawWatch | None
@@ -383,6 +400,7 @@ class _Recompute:
     _tried = -1
     drew = False
     """Random numbers, after the last decision; known where `relaid` is."""
+    stale: Stale | None = None
     _stop_segment = _stop_offset = -1
     """Where it may stop, if it may."""
 
@@ -455,13 +473,16 @@ class _Recompute:
         run = self._run = TorchRun(Phase.RECOMPUTE, frame.slot, self.trace, frame._generators)
         run.hooked, run.knowing = self._hooked, frame.trace.told_at >= 0
         run.begin()
-        if options.contexts is None and buffers is None and watch is None:
+        if frame.outside is not None and (changed := frame.outside.changed()):
+            self.stale = Stale(frame.slot.label, changed, run.knowing or any(True for _ in frame.slot.saves()))
+        if options.contexts is None and buffers is None and watch is None and self.stale is None:
             return _call(run, self._pack, _unpack_recomputed, frame._function, args, kwargs), audit
         run.observe(buffers)
         with (
             options.contexts[1] if options.contexts else _NO_CONTEXT,
             copies(buffers, frame.slot, run.knowing),
             watch or _NO_CONTEXT,
+            self.stale or _NO_CONTEXT,
         ):
             outputs = _call(run, self._pack, _unpack_recomputed, frame._function, args, kwargs)
         return outputs, audit

@@ -44,9 +44,10 @@ from ._keep import Kept, forget_with, release
 from ._leaves import gradients, leaves_behind
 from ._matching import Trace, node_count, other_layout, region_codes
 from ._offload import Parcel
+from ._outside import Outside, Stale
 from ._ranks import is_sharded, step_is_over
 from ._run import TorchRun, is_inside, is_told, pack_plainly, unpack_plainly
-from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, modules_of, replayed
+from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, modules_of, reached, replayed
 from ._torchs import leave
 from ._uncompiled import run_as_it_is
 from ._usage import held
@@ -94,8 +95,8 @@ class _Region:
 
     __slots__ = (
         "__weakref__", "accumulates", "ambient", "buffers", "crowded", "function", "generators", "hooked", "idle",
-        "leaves", "located", "outermost", "output_leaves", "output_spec", "parcel", "slot", "spec", "trace",
-        "weights", "wrote",
+        "leaves", "located", "outermost", "output_leaves", "output_spec", "outside", "parcel", "roots", "slot", "spec",
+        "trace", "weights", "wrote",
     )  # fmt: skip
 
     def __init__(
@@ -105,7 +106,9 @@ class _Region:
         self.leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.generators = Generators(generators_of(function, leaves)) if options.preserve_rng_state else None
         self.ambient = Ambient()
-        self.buffers = Buffers.of(function, leaves)
+        self.roots = reached(function, leaves)  # while the forward runs
+        self.buffers = Buffers.among(self.roots)
+        self.outside: Outside | None = None
         self.parcel = None if options.offload is None else Parcel(options.offload)
         self.crowded: bool
         self.hooked: list[Hooked] = []  # tensors from before it that the forward has put hooks on
@@ -145,6 +148,9 @@ class _Region:
             self.buffers.settle(self.trace.told_at >= 0)
         self.hooked = [*run.hooked, *left_since(mark, self.function, (*tensors, *self.leaves), {})]
         self.parcel = run.parcel
+        if self.roots and self.trace.told_at < 0:  # else the recompute may do without what changes
+            self.outside = Outside(self.roots)
+        self.roots = ()
         inside = is_inside(thread.run)
         if self.slot.rows is not None and not inside:
             forget_with(self, self.slot)
@@ -238,9 +244,11 @@ class _Region:
         visit = Visit() if generators else None
         run = TorchRun(Phase.RECOMPUTE, self.slot, trace, generators)
         run.own_graph, run.witnesses = True, (trace,)
+        changed = self.outside.changed() if self.outside is not None else ()
+        stale = Stale(self.slot.label, changed, any(True for _ in self.slot.saves())) if changed else None
         hooks = (
-            saved_tensors_hooks(partial(_note, self.slot, trace), unpack_plainly)
-            if self.trace.told_at >= 0
+            saved_tensors_hooks(partial(_note, self.slot, trace, stale), unpack_plainly)
+            if self.trace.told_at >= 0 or stale is not None
             else _NO_CONTEXT
         )
         try:
@@ -248,7 +256,8 @@ class _Region:
             run.hooked = self.hooked
             run.knowing = self.trace.told_at >= 0
             buffers = copies(self.buffers, self.slot, run.knowing)
-            with torch.enable_grad(), self.ambient.restored() or _NO_CONTEXT, buffers, hooks, watch or _NO_CONTEXT:
+            watches = watch or _NO_CONTEXT, stale or _NO_CONTEXT
+            with torch.enable_grad(), self.ambient.restored() or _NO_CONTEXT, buffers, hooks, watches[0], watches[1]:
                 run.begin()
                 with Resting(self.hooked, self.function, (*tensors, *self.leaves), {}):
                     leaves = self._run(run, tensors)
@@ -443,8 +452,11 @@ def _drop(slot: Slot, witnesses: tuple[Trace, ...], tensor: torch.Tensor) -> Slo
     return slot
 
 
-def _note(slot: Slot, trace: Trace, tensor: torch.Tensor) -> Any:
+def _note(slot: Slot, trace: Trace, stale: Stale | None, tensor: torch.Tensor) -> Any:
     trace.witness(tensor)
+    fault = stale and stale.fault(tensor)
+    if fault:
+        raise fault
     return pack_plainly(slot, tensor)
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "equal",
     "generators_of",
     "modules_of",
+    "reached",
     "replayed",
     "tensors_of",
 ]
@@ -246,6 +247,14 @@ def modules_of(function: Any, leaves: Collection[Any]) -> Iterator[torch.nn.Modu
     return _reached(function, leaves, torch.nn.Module)
 
 
+def reached(function: Any, leaves: Collection[Any]) -> Sequence[Any]:
+    """The modules that a call can reach in this way, and the tensors that are not its arguments."""
+    if _PLAIN.issuperset(map(type, leaves)) and _reaches_nothing(function):
+        return ()
+    others = [leaf for leaf in leaves if type(leaf) not in _TENSORS]
+    return [*_reached(function, others, (torch.nn.Module, torch.Tensor))]
+
+
 def tensors_of(function: Any, leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
     """The tensors that a call can reach in the same way, and those of the modules."""
     for found in _reached(function, leaves, (torch.nn.Module, torch.Tensor)):
@@ -290,6 +299,7 @@ def _reached(function: Any, leaves: Iterable[Any], kinds: type | tuple[type, ...
 
 _LEAD_NOWHERE = frozenset({type(None), type, types.ModuleType, types.BuiltinFunctionType})
 """What most names of a function's globals stand for."""
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str, object})
 """What most arguments are."""
 

@@ -1,0 +1,141 @@
+"""What a layer takes from outside, not as an argument, and somebody changes between forward and backward (R10).
+
+Autograd has what the forward saved. A recompute reads what there is now: noticed where backward needs what comes of it.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_torch import MutationError, doing_recompute, recompute_once, save_for_recompute, update_once
+from tests.on_torch.oracle import ENGINES, agree, leaf, plain, same
+
+T, D = 5, 4
+AT = torch.arange(T)
+
+
+class Table(nn.Module):
+    def __init__(self, value) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, x):
+        return (x + self.value).sin()
+
+
+READERS: dict[str, Any] = {
+    "a closure's, added": lambda t: lambda x: (x + t).sin(),
+    "a list's": lambda t, held=None: lambda x, held=(t,): (x + held[0]).sin(),
+    "a module's attribute": lambda t: Table(t),
+    "a part of it": lambda t: lambda x: (x + t[:, :D]).sin(),
+    "compared with": lambda t: lambda x: torch.where(x > t, x.sin(), x.cos()),
+    "a number taken of it": lambda t: lambda x: (x * 2).sin() if t.sum().item() > 0 else (x * 3).sin(),
+    "cast": lambda t: lambda x: (x + t.double()).sin(),
+    "in a layer that decides": lambda t: lambda x: (x + t).sin() * recompute_once(lambda: x.argmax(-1, keepdim=True)),
+    "written into another": lambda t: lambda x: (torch.zeros_like(x).copy_(t) + x).sin(),
+}
+
+
+@pytest.mark.parametrize("way", ENGINES)
+@pytest.mark.parametrize("name", list(READERS))
+def test_a_tensor_that_is_changed_before_backward(name, way) -> None:
+    outside = torch.zeros(T, D)
+    layer = READERS[name](outside)
+    agree(lambda way: torch.autograd.grad(way(layer, x := leaf(T, D)).sum(), x), way)
+    y = way(layer, leaf(T, D))
+    outside += 1
+    with pytest.raises(MutationError, match="modified by an inplace operation") as caught:
+        y.sum().backward()
+    text = str(caught.value)
+    assert f"read at: {__file__}:" in text or "after it was saved" in text  # what is saved itself
+    assert "float32[5, 4]" in text
+
+
+@pytest.mark.parametrize("way", ENGINES)
+@pytest.mark.parametrize("what", ["bias", "scaled", "frozen input"])
+def test_a_weight_that_autograd_saves_nothing_of(what, way) -> None:
+    w, first = leaf(D, D, seed=1), leaf(T, D, grad=what != "frozen input")
+    layers = {
+        "bias": lambda x: (x + w[0]).sin(),
+        "scaled": lambda x: (x @ (w * 2)).sin(),
+        "frozen input": lambda x: (x @ w).sin(),
+    }
+    y = way(layers[what], first)
+    with torch.no_grad():
+        w.add_(1)
+    with pytest.raises(MutationError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def scratch(t, x):
+    t.copy_(x.detach())
+    return x.sin() * (t + 1)
+
+
+def counted(t, x):
+    t.add_(x.detach())
+    return x.sin().exp()
+
+
+def unread(t, x):
+    return x.sin().exp() if t is not None else x
+
+
+def cached(t, x):
+    (start,) = save_for_recompute(int(t[0, 0]))
+    if not doing_recompute():
+        t[0, 0] += 1
+        t[start + 1] = x.detach().sum(0)
+    return (x + t[1 : start + 1].clone().sum(0)).sin()
+
+
+def picked(t, x):
+    (seen,) = save_for_recompute(AT[: int(t[0, 0])])
+    update_once(lambda: t[0, 0].add_(1))
+    return (x + t[1:][seen].sum()).sin()
+
+
+@pytest.mark.parametrize("way", ENGINES)
+@pytest.mark.parametrize("layer", [scratch, counted, unread, cached, picked])
+def test_what_a_layer_may_do_with_a_tensor_that_changes(layer, way) -> None:
+    """Write all of it first, write what nobody reads, leave it alone, read what stays."""
+
+    def scenario(way):
+        outside, x = torch.zeros(T, D), leaf(T, D)
+        outside[0] = 1
+        calls = [way(lambda x: layer(outside, x), x * n) for n in range(1, 3)]
+        outside[-1] += 1  # by others, where none of these look
+        sum(call.sum() for call in calls).backward()
+        return x.grad
+
+    same(scenario(way), scenario(plain))
+
+
+@pytest.mark.parametrize("way", ENGINES)
+def test_an_optimizer_that_steps_in_backward(way) -> None:
+    """All weights are within reach of each region, and those of later layers are new when it is recomputed."""
+
+    def scenario(way):
+        net = SimpleNamespace(layers=[nn.Linear(D, D) for _ in range(3)], way=way)
+        for n, layer in enumerate(net.layers):
+            for weight in layer.parameters():
+                nn.init.normal_(weight, generator=torch.Generator().manual_seed(n))
+                weight.register_post_accumulate_grad_hook(step)
+        weights = nn.ModuleList(net.layers)
+        x = leaf(T, D)
+        for n in range(3):
+            x = way(lambda x, n=n: weights[n](x).sin(), x)
+        x.sum().backward()
+        return [*weights.parameters()]
+
+    def step(weight):
+        with torch.no_grad():
+            weight -= 0.1 * weight.grad
+        weight.grad = None
+
+    agree(scenario, way)
