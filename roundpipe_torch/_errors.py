@@ -163,7 +163,7 @@ def tensor_changed(layer: str, tensor: torch.Tensor) -> MutationError:
             f"after it was saved: {_described(tensor)}.",
             [],
             "compute out of place what later operations need, and change weights and other tensors after backward; "
-            "autograd without checkpointing refuses this too.",
+            "autograd without checkpointing refuses most of this too.",
         )
     )
 

@@ -12,7 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_torch import MutationError, doing_recompute, recompute_once, save_for_recompute, update_once
+from roundpipe_torch import (
+    MutationError,
+    VerifyError,
+    doing_recompute,
+    recompute_once,
+    remat,
+    save_for_recompute,
+    update_once,
+)
 from tests.on_torch.oracle import ENGINES, agree, leaf, plain, same
 
 T, D = 5, 4
@@ -139,3 +147,12 @@ def test_an_optimizer_that_steps_in_backward(way) -> None:
         weight.grad = None
 
     agree(scenario, way)
+
+
+@pytest.mark.parametrize("replaces", [False, True], ids=["in place", "by another object"])
+def test_verify_shows_what_else_a_layer_takes_from_outside(replaces) -> None:
+    net = SimpleNamespace(mask=torch.zeros(T, D))  # no module: nobody looks into it
+    y = remat(lambda x: (x + net.mask).sin(), verify="raise")(leaf(T, D))
+    net.mask = net.mask + 1 if replaces else net.mask.add_(1)
+    with pytest.raises(VerifyError, match="output: 5 of 5 rows flipped"):
+        y.sum().backward()
