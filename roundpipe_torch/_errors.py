@@ -474,6 +474,8 @@ def wrong_option(target: Any, what: str, way_out: str, *facts: tuple[str, str]) 
 
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
+_TRACED = "<eval_with_key>"
+"""Code that torch has written."""
 
 
 def user_line() -> str:
@@ -483,7 +485,7 @@ def user_line() -> str:
 
 def user_place() -> Place:
     """The file and the number of that line."""
-    return place_outside(_TORCH)
+    return place_outside(_TORCH, _TRACED)
 
 
 user_line._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called, not traced, by torch.compile

@@ -433,6 +433,8 @@ class _Recompute:
         try:
             torch._C._set_grad_enabled(True)
             ambient = frame._ambient.restored()
+            if frame.outside is not None:
+                ambient = frame.outside.restored(ambient)
             if ambient is None and not self._hooked:
                 outputs, audit = self._play(args, kwargs, watch)
             else:

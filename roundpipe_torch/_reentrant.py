@@ -148,7 +148,7 @@ class _Region:
             self.buffers.settle(self.trace.told_at >= 0)
         self.hooked = [*run.hooked, *left_since(mark, self.function, (*tensors, *self.leaves), {})]
         self.parcel = run.parcel
-        if self.roots and self.trace.told_at < 0:  # else the recompute may do without what changes
+        if self.roots:
             self.outside = Outside(self.roots)
         self.roots = ()
         inside = is_inside(thread.run)
@@ -244,7 +244,9 @@ class _Region:
         visit = Visit() if generators else None
         run = TorchRun(Phase.RECOMPUTE, self.slot, trace, generators)
         run.own_graph, run.witnesses = True, (trace,)
-        changed = self.outside.changed() if self.outside is not None else ()
+        changed: Sequence[torch.Tensor] = ()
+        if self.outside is not None and self.trace.told_at < 0:  # else the recompute may do without what changed
+            changed = self.outside.changed()
         stale = Stale(self.slot.label, changed, any(True for _ in self.slot.saves())) if changed else None
         hooks = (
             saved_tensors_hooks(partial(_note, self.slot, trace, stale), unpack_plainly)
@@ -256,8 +258,9 @@ class _Region:
             run.hooked = self.hooked
             run.knowing = self.trace.told_at >= 0
             buffers = copies(self.buffers, self.slot, run.knowing)
-            watches = watch or _NO_CONTEXT, stale or _NO_CONTEXT
-            with torch.enable_grad(), self.ambient.restored() or _NO_CONTEXT, buffers, hooks, watches[0], watches[1]:
+            with contextlib.ExitStack() as stack:
+                for context in (torch.enable_grad(), self.ambient.restored(), buffers, hooks, watch, stale):
+                    stack.enter_context(context or _NO_CONTEXT)
                 run.begin()
                 with Resting(self.hooked, self.function, (*tensors, *self.leaves), {}):
                     leaves = self._run(run, tensors)
@@ -309,7 +312,8 @@ class _Reentrant(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        with torch.no_grad():
+        outside = ctx.region.outside
+        with torch.no_grad(), (outside and outside.restored()) or _NO_CONTEXT:
             found = _Reentrant.gradients(ctx, grads)
         if torch.is_grad_enabled():  # of torch.autograd.grad(..., create_graph=True)
             leaves = (node.variable for node, _ in ctx.next_functions if hasattr(node, "variable"))

@@ -149,6 +149,52 @@ def test_an_optimizer_that_steps_in_backward(way) -> None:
     agree(scenario, way)
 
 
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.norm, self.up = nn.Linear(D, D), nn.BatchNorm1d(D), nn.Linear(D, D)
+        for n, weight in enumerate(self.parameters()):
+            nn.init.normal_(weight, generator=torch.Generator().manual_seed(n))
+
+    def forward(self, x):
+        h = nn.functional.dropout(self.norm(self.down(x)), 0.5, self.training)
+        return self.up(h.relu() if self.training else h.sin())
+
+
+FLAGS = {
+    "eval()": lambda net: net.eval(),
+    "a part's eval()": lambda net: net.norm.eval(),
+    "frozen": lambda net: net.requires_grad_(False),
+    "a part frozen": lambda net: net.up.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("way", ENGINES)
+@pytest.mark.parametrize("back", [False, True], ids=["", "the other way"])
+@pytest.mark.parametrize("name", list(FLAGS))
+def test_modes_and_frozen_weights_are_those_of_the_forward(name, back, way) -> None:
+    """As autograd has them. What somebody has set after the forward stays set."""
+
+    def scenario(way):
+        torch.manual_seed(0)
+        net, x = Gated(), leaf(T, D)
+        flags = lambda: [[p.requires_grad for p in net.parameters()], [m.training for m in net.modules()]]  # noqa: E731
+        if back:
+            FLAGS[name](net)
+        y = way(net, x)
+        if back:
+            net.train().requires_grad_(True)
+        else:
+            FLAGS[name](net)
+        after = flags()
+        y.square().sum().backward()
+        assert flags() == after
+        return x.grad, [p.grad for p in net.parameters()], [*net.buffers()], flags()
+
+    want, got = scenario(plain), scenario(way)
+    same(got, want)
+
+
 @pytest.mark.parametrize("replaces", [False, True], ids=["in place", "by another object"])
 def test_verify_shows_what_else_a_layer_takes_from_outside(replaces) -> None:
     net = SimpleNamespace(mask=torch.zeros(T, D))  # no module: nobody looks into it
