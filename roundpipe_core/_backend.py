@@ -145,10 +145,10 @@ class _NumpyArrays:
         return None
 
     def snapshot(self, array: Any) -> Any:
-        return array.copy()
+        return array.copy(order="K")
 
     def restore(self, stored: Any) -> Any:
-        return stored.copy()
+        return stored.copy(order="K")
 
     def nbytes(self, stored: Any) -> int:
         return int(stored.nbytes)
