@@ -17,6 +17,7 @@ from roundpipe_core._trees import flatten, paths
 
 from ._backend import differing_rows
 from ._errors import OUT_OF_MEMORY
+from ._matching import region_codes
 from ._parts import same_form
 from ._state import Generators
 from ._usage import found
@@ -102,6 +103,9 @@ class Audit:
                 yield Flip(self._slot.label, f"{name} (shape or dtype)", 1, 1, 0)
             elif flip := compare(self._slot.label, name, None, one, other):
                 yield flip
+
+
+region_codes |= {Audit.__init__.__code__}
 
 
 def _drop(tensor: torch.Tensor) -> None:
