@@ -42,10 +42,11 @@ from ._hooks import Hooked, Resting, left_since, now, take_off
 from ._inputs import Inputs, restored
 from ._keep import forget_with
 from ._matching import Leaf, Pairs, Trace, cheap_tail, match, match_aligned, node_count, node_names, region_codes
+from ._modes import Modes, with_children
 from ._offload import Offload, Parcel
 from ._ranks import collectives, keeps_graph, recompute_on_arrival, tell_rank
 from ._run import TorchRun, is_inside, is_told
-from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replayed
+from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, modules_of, replayed
 from ._torchs import leave
 from ._usage import held
 from ._verify import Audit
@@ -138,7 +139,9 @@ class Frame:
                 self._inputs = Inputs(args, kwargs)
         values = (*args, *kwargs.values())
         self._generators = Generators(generators_of(function, values)) if options.preserve_rng_state else None
-        self._buffers = Buffers.of(function, values)
+        modules = with_children(modules_of(function, values))
+        self._modes = Modes(modules) if modules else None
+        self._buffers = Buffers.of(modules) if modules else None
         self._ambient = Ambient()
         self._lock = RLock()
         self._hooked: Sequence[Hooked] = ()  # tensors from before it that the forward has put hooks on
@@ -254,7 +257,7 @@ class Frame:
         return [n for n in self.needed() if (holder := self.trace.refs[n]()) is not None and holder.value is None]
 
     def _recompute(self, asked: Holder | None) -> _Recompute:
-        before = Before(self._generators, self._buffers)
+        before = Before(self._generators, self._buffers, self._modes)
         attempt: _Attempt = partial(self._attempt, asked, before.numbers)
         if self._buffers is not None:
             attempt = partial(not_misled, self._buffers, attempt)
@@ -412,10 +415,12 @@ class _Recompute:
         try:
             torch._C._set_grad_enabled(True)
             ambient = frame._ambient.restored()
-            if ambient is None and not self._hooked:
+            modes = None if frame._modes is None else frame._modes.restored()
+            if ambient is None and modes is None and not self._hooked:
                 outputs, audit = self._play(args, kwargs, watch)
             else:
-                with ambient or _NO_CONTEXT, Resting(self._hooked, frame._function, args, kwargs):
+                resting = Resting(self._hooked, frame._function, args, kwargs)
+                with ambient or _NO_CONTEXT, modes or _NO_CONTEXT, resting:
                     outputs, audit = self._play(args, kwargs, watch)
             if not self.done:
                 self._finish(outputs)

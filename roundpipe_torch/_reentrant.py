@@ -38,10 +38,11 @@ from ._errors import (
 )
 from ._frames import Options
 from ._hooks import Hooked, Resting, gradient_nodes, is_hooked, left_since, now
-from ._inputs import restored
+from ._inputs import as_it_was, as_now, restored
 from ._keep import Kept, forget_with, release
 from ._leaves import gradients, leaves_behind
 from ._matching import Trace, node_count, other_layout, region_codes
+from ._modes import Modes, with_children
 from ._offload import Parcel
 from ._ranks import is_sharded, step_is_over
 from ._run import TorchRun, is_inside, is_told, pack_plainly, unpack_plainly
@@ -73,7 +74,9 @@ def reentrant(
     spec = flatten((args, kwargs), leaves)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     region = _Region(function, spec, leaves, slot, options)
-    given, taken, _hooked = region.forward(phase, tensors)  # nodes with hooks, held until the region's node holds them
+    given, taken, _hooked = region.forward(
+        phase, tensors, args, kwargs
+    )  # nodes with hooks, held until the region's node holds them
     if any(region.idle):  # a hook on them would be called with None
         tensors = tuple(t.detach() if idle else t for t, idle in zip(tensors, region.idle, strict=True))
     anchor = torch.empty(0, requires_grad=True)
@@ -93,7 +96,7 @@ class _Region:
 
     __slots__ = (
         "__weakref__", "accumulates", "ambient", "buffers", "crowded", "function", "generators", "hooked", "idle",
-        "leaves", "located", "outermost", "output_leaves", "output_spec", "parcel", "slot", "spec", "trace",
+        "leaves", "located", "modes", "outermost", "output_leaves", "output_spec", "parcel", "slot", "spec", "trace",
         "weights", "wrote",
     )  # fmt: skip
 
@@ -101,10 +104,12 @@ class _Region:
         self, function: Callable[..., Any], spec: Spec, leaves: list[Any], slot: Slot, options: Options
     ) -> None:
         self.function, self.spec, self.slot = function, spec, slot
-        self.leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else as_now(leaf) for leaf in leaves]
         self.generators = Generators(generators_of(function, leaves)) if options.preserve_rng_state else None
         self.ambient = Ambient()
-        self.buffers = Buffers.of(function, leaves)
+        modules = with_children(modules_of(function, leaves))
+        self.modes = Modes(modules) if modules else None
+        self.buffers = Buffers.of(modules) if modules else None
         self.parcel = None if options.offload is None else Parcel(options.offload)
         self.crowded: bool
         self.hooked: list[Hooked] = []  # tensors from before it that the forward has put hooks on
@@ -119,9 +124,11 @@ class _Region:
         self.output_leaves: list[Any] = []
 
     def forward(
-        self, phase: Phase, tensors: tuple[torch.Tensor, ...]
+        self, phase: Phase, tensors: tuple[torch.Tensor, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[tuple[torch.Tensor, bool]], list[torch.Tensor], list[Any]]:
         """What the region's node needs: see `_given`.
+
+        The layer gets the caller's own arguments, which it may fill. `tensors`: those among them.
 
         With a graph, so that a saved value's gradient shows (R5), but one that keeps nothing.
         """
@@ -136,7 +143,7 @@ class _Region:
                 run.observe(self.buffers)
                 if self.parcel is not None:
                     run.plan, run.parcel = self.parcel.plan, self.parcel
-                leaves = self._run(run, tensors)
+                leaves = self._run(run, args, kwargs)
         finally:
             self.crowded = visit is not None and visit.end()
         self.wrote = versions != [*map(version_of, tensors)]
@@ -219,7 +226,7 @@ class _Region:
         """The tensors of the outputs of a recompute."""
         if step_is_over(modules_of(self.function, self.leaves)):
             raise sharded_inside(self.slot.label)
-        before = Before(self.generators, self.buffers)
+        before = Before(self.generators, self.buffers, self.modes)
         try:
             attempt = partial(self._replay, tensors, before.numbers)
             leaves, drew = replayed(partial(not_misled, self.buffers, attempt), self.generators, self.crowded)
@@ -247,10 +254,19 @@ class _Region:
             run.hooked = self.hooked
             run.knowing = self.trace.told_at >= 0
             buffers = copies(self.buffers, self.slot, run.knowing)
-            with torch.enable_grad(), self.ambient.restored() or _NO_CONTEXT, buffers, hooks, watch or _NO_CONTEXT:
+            modes = None if self.modes is None else self.modes.restored()
+            ambient = self.ambient.restored()
+            with (
+                torch.enable_grad(),
+                ambient or _NO_CONTEXT,
+                modes or _NO_CONTEXT,
+                buffers,
+                hooks,
+                watch or _NO_CONTEXT,
+            ):
                 run.begin()
                 with Resting(self.hooked, self.function, (*tensors, *self.leaves), {}):
-                    leaves = self._run(run, tensors)
+                    leaves = self._run(run, *self._rebuilt(tensors))
             relaid = other_layout(self.trace, trace)
             if relaid is not None and run.drew():
                 raise drawn_in_another_layout(self.slot.label, relaid)
@@ -260,9 +276,14 @@ class _Region:
                 generators.set(numbers)
         return leaves, crowded
 
-    def _run(self, run: TorchRun, tensors: tuple[torch.Tensor, ...]) -> list[Any]:
+    def _rebuilt(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, in new containers."""
         given = iter(tensors)
-        args, kwargs = unflatten(self.spec, (next(given) if leaf is _TENSOR else leaf for leaf in self.leaves))
+        rebuilt: tuple[tuple[Any, ...], dict[str, Any]]
+        rebuilt = unflatten(self.spec, (next(given) if leaf is _TENSOR else as_it_was(leaf) for leaf in self.leaves))
+        return rebuilt
+
+    def _run(self, run: TorchRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         outer = thread.run
         try:
             thread.run = run
@@ -385,6 +406,9 @@ def _differentiated(
     places |= {id(tensor): n for n, tensor in enumerate(tensors)}
     found: list[torch.Tensor | None] = [None] * len(nodes)
     others: list[tuple[torch.Tensor, torch.Tensor]] = []
+    leaves = [leaf for leaf in leaves if leaf.requires_grad]  # what is frozen by now gets no gradient
+    if not leaves:
+        return found
     for leaf, gradient in zip(leaves, gradients(roots, grads, leaves), strict=True):
         n = places.get(id(leaf))
         if n is None and gradient is not None:

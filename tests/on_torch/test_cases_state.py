@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import random
 import weakref
 
@@ -296,6 +297,94 @@ def test_autocast_whatever_its_cache_holds(way, history):
     agree(scenario, way)
 
 
+# Modes that others set before the backward (TransformerEngine PR 3394, peft issue 2832)
+
+
+class Moded(torch.nn.Module):
+    """What it computes and keeps depends on its mode and on which weights are trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up = torch.nn.BatchNorm1d(D), torch.nn.Linear(D, D)
+        self.up.load_state_dict({"weight": leaf(D, D, seed=1).detach(), "bias": leaf(D, seed=2).detach()})
+
+    def forward(self, x):
+        h = dropout(torch.tanh(self.up(self.norm(x))), 0.3, self.training)
+        return torch.exp(h * (0.5 if self.training else 2.0)) * decided(lambda: 2.0)
+
+
+def half(net):
+    net[0].requires_grad_(False)
+
+
+MODES = {
+    "eval": (lambda net: net.train(), lambda net: net.eval()),
+    "train": (lambda net: net.eval(), lambda net: net.train()),
+    "one part": (lambda net: net[1].norm.eval(), lambda net: net.train()),
+    "frozen": (lambda net: net, lambda net: net.requires_grad_(False)),
+    "trained": (lambda net: net.requires_grad_(False), lambda net: net.requires_grad_()),
+    "half": (half, lambda net: net.requires_grad_()),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", ENGINES)
+def test_modes_set_by_others_before_the_backward(way, mode):
+    first, then = MODES[mode]
+
+    def modes(net):
+        return [module.training for module in net.modules()], [p.requires_grad for p in net.parameters()]
+
+    def scenario(way):
+        torch.manual_seed(1)
+        net, x = torch.nn.Sequential(Moded(), Moded()), leaf(T, D)
+        first(net)
+        y = way(net[1], way(net[0], x))
+        then(net)
+        now = modes(net)
+        y.square().sum().backward()
+        assert modes(net) == now
+        return x.grad, [p.grad for p in net.parameters()], list(net.buffers())
+
+    agree(scenario, way, vanishes=True)
+
+
+def test_modes_are_put_back_after_an_error_in_the_recompute():
+    def layer(x):
+        if doing_recompute():
+            assert net.training
+            raise OSError
+        return net(x).exp()
+
+    net = Moded()
+    y = checkpoint(layer, leaf(T, D))
+    net.eval().requires_grad_(False)
+    with pytest.raises(OSError):
+        y.sum().backward()
+    assert not net.norm.training
+    assert not net.up.weight.requires_grad
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("way", ENGINES)
+def test_an_argument_that_is_trained_from_now_on_or_no_more(way, nested, trained):
+    """An input is made one to attack after the clean forward; noise is frozen again."""
+
+    def scenario(way):
+        w, x, noise = leaf(D, D, seed=1), leaf(T, D), leaf(T, D, seed=2, grad=trained)
+
+        def layer(x, noise):
+            return torch.tanh((x * (noise[0] if nested else noise)) @ w).exp() * decided(lambda: 2.0)
+
+        y = way(layer, x, [noise] if nested else noise)
+        noise.requires_grad_(not trained)
+        y.sum().backward()
+        return x.grad, w.grad, noise.grad
+
+    agree(scenario, way)
+
+
 # Objects that the layer fills (transformers PR 46572, pytorch issue 155171)
 
 
@@ -316,6 +405,37 @@ def test_a_growing_cache_grows_once():
         return x.grad, w.grad, [len(cache[name]) for name in "ab"]
 
     agree(scenario)
+
+
+@dataclasses.dataclass
+class Batch:
+    hidden: torch.Tensor
+    seen: list[int]
+
+
+@pytest.mark.parametrize("way", ENGINES)
+def test_what_the_layer_puts_into_its_arguments_is_there_once(way):
+    """Objects of graphs and batches that layer after layer fills (TabPFN PR 1138, transformers PR 46572)."""
+
+    def scenario(way):
+        w, x = leaf(D, D, seed=1), leaf(T, D)
+        taken, keys, stats, tags = [x * 1], {}, np.zeros(2), {"a"}
+        batch, queue = Batch(x * 2, []), collections.deque([3.0])
+
+        def layer(taken, batch, queue, *, keys, stats, tags):
+            h = torch.tanh(taken.pop() @ w) * batch.hidden * queue.popleft() * len(tags)
+            batch.hidden = (h @ w).sin()
+            batch.seen.append(len(h))
+            keys["h"] = h.detach()
+            stats += 1
+            tags.add("b")
+            return batch.hidden.exp() * torch.exp(h * stats[0].item()) * decided(lambda: 2.0)
+
+        y = way(layer, taken, batch, queue, keys=keys, stats=stats, tags=tags)
+        y.sum().backward()
+        return x.grad, w.grad, keys["h"], batch.hidden.detach(), batch.seen, list(stats), sorted(tags), len(taken)
+
+    agree(scenario, way)
 
 
 def test_a_static_cache_written_in_place():
