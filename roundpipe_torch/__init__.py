@@ -43,6 +43,7 @@ from ._errors import CheckpointMismatchError, CompileError
 from ._exchange import exchange, from_dlpack
 from ._modules import remat
 from ._offload import Offload
+from ._transforms import let_transforms_lift_hooks
 from ._uncompiled import run_uncompiled
 from ._usage import LayerUsage, Usage, usage
 
@@ -90,4 +91,5 @@ __all__ = [
     "usage",
 ]
 
+let_transforms_lift_hooks()
 run_uncompiled("roundpipe_core", "roundpipe_torch")

@@ -242,6 +242,17 @@ def decided_under_a_transform(layer: str, what: str) -> OptionError:
     )
 
 
+def under_a_transform(layer: str, use_reentrant: bool) -> MismatchError:
+    """A region inside of a transform of torch.func that it cannot be in."""
+    if use_reentrant:
+        what = "with use_reentrant=True a layer cannot be checkpointed inside a torch.func transform."
+        way_out = "use the default engine (use_reentrant=False), which works inside torch.func.vmap."
+    else:
+        what = "a layer can be checkpointed inside torch.func.vmap, and inside no other torch.func transform."
+        way_out = "differentiate by torch.autograd.grad or backward() instead, or transform inside of the layer."
+    return MismatchError(message(f"layer {layer!r}: {what}", [("at", user_line())], way_out))
+
+
 def decided_in_compiled_code(layer: str, what: str) -> OptionError:
     """The compiler may make one kernel of a decision and what is around it."""
     return OptionError(

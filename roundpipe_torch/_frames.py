@@ -48,6 +48,7 @@ from ._ranks import collectives, keeps_graph, recompute_on_arrival, tell_rank
 from ._run import TorchRun, is_inside, is_told
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, modules_of, replayed
 from ._torchs import leave
+from ._transforms import Batches, batched
 from ._usage import held
 from ._verify import Audit
 
@@ -125,10 +126,17 @@ class Frame:
     """A recompute that could stop goes on to the layer's end, which is near."""
 
     def __init__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], slot: Slot, options: Options
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        slot: Slot,
+        options: Options,
+        batches: Batches | None,
     ) -> None:
         self._function = function
         self._options = options
+        self._batches = batches
         self.slot = slot
         outer = thread.run
         self._parcel = None if options.offload is None else Parcel(options.offload)
@@ -416,11 +424,12 @@ class _Recompute:
             torch._C._set_grad_enabled(True)
             ambient = frame._ambient.restored()
             modes = None if frame._modes is None else frame._modes.restored()
-            if ambient is None and modes is None and not self._hooked:
+            if ambient is None and modes is None and not self._hooked and frame._batches == ():
                 outputs, audit = self._play(args, kwargs, watch)
             else:
                 resting = Resting(self._hooked, frame._function, args, kwargs)
-                with ambient or _NO_CONTEXT, modes or _NO_CONTEXT, resting:
+                inside = _NO_CONTEXT if frame._batches == () else batched(frame.slot.label, frame._batches)
+                with ambient or _NO_CONTEXT, modes or _NO_CONTEXT, resting, inside:
                     outputs, audit = self._play(args, kwargs, watch)
             if not self.done:
                 self._finish(outputs)

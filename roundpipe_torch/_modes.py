@@ -52,7 +52,8 @@ class Modes:
     @contextlib.contextmanager
     def _swapped(self) -> Iterator[None]:
         try:
-            for one, wanted in zip((*self._modules, *self._weights), (*self._training, *self._trained), strict=True):
+            both: list[torch.nn.Module | torch.Tensor] = [*self._modules, *self._weights]
+            for one, wanted in zip(both, (*self._training, *self._trained), strict=True):
                 now = one.training if isinstance(one, torch.nn.Module) else one.requires_grad
                 if now != wanted:
                     self._before.append((one, now))

@@ -23,6 +23,7 @@ from ._matching import Trace, region_codes
 from ._offload import MOVED, Offload, Parcel, Shipped
 from ._state import Generators, equal
 from ._torchs import in_backward_of_others, in_forward_of_others, innermost, is_ours, parts_around
+from ._transforms import transformed
 
 __all__ = ["DECIDED", "TorchRun", "is_inside", "is_told", "pack_plainly", "unpack_plainly"]
 
@@ -94,6 +95,8 @@ class TorchRun(Run):
             self._outer.told()
 
     def keep(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> Any:
+        if transformed() is not None:  # of no tensor in there can be told what it is a view of
+            return function(*args, **kwargs)
         return keep(self, function, args, kwargs, place)
 
     def stored(self, entry: Entry, offload: bool | None) -> None:
@@ -210,6 +213,8 @@ class TorchRun(Run):
         return adopted(self.slot, leaf, like) if isinstance(self.slot, TapedSlot) else leaf
 
     def without_gradient(self, function: Callable[[], Any]) -> Any:
+        if transformed() is not None:  # one that refuses hooks has lifted the region's
+            return without_gradient(function)
         # A decision may need a gradient of its own. No recompute would make what that asks for.
         with saved_tensors_hooks(partial(pack_plainly, self.slot), unpack_plainly):
             return without_gradient(function)
