@@ -169,6 +169,10 @@ class Buffers:
                 self._same.append(buffer)
         self._watched = []
 
+    def owners(self) -> list[torch.nn.Module]:
+        """The modules of which the forward was seen to change one."""
+        return [buffer.module for buffer in self._changed if buffer.seen]
+
     def moved(self) -> Iterator[Moved]:
         """What the forward has changed so far."""
         for buffer in self._watched:

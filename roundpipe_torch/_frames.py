@@ -182,8 +182,11 @@ class Frame:
         finally:
             self._underway = None
             self._crowded = visit is not None and visit.end()
+        told = self.trace.told_at >= 0
         if self._buffers is not None:
-            self._buffers.settle(self.trace.told_at >= 0)
+            self._buffers.settle(told)
+        if self._modes is not None:
+            self._modes.settle(not (told or run.leaves_out), self._buffers.owners() if self._buffers else ())
         if self._generators and self._generators.missed():
             raise started_inside(self.slot.label)
         if outputs is _NOTHING:

@@ -1,20 +1,28 @@
-"""What a forward found of its modules besides buffers: training or evaluation, and which weights are trained (R10).
+"""What a forward found of its modules besides buffers: modes, which weights are trained, attributes that are tensors.
 
-Others set both on a whole model: `eval()` for a validation, `requires_grad_(False)` for the other half of a GAN. A
-backward that is still due has nothing to do with it, for autograd has noted what it needs. A recompute has to find
-both as its forward did.
+Others set the modes of whole models: `eval()` for a validation, `requires_grad_(False)` for the other half of a GAN. A
+backward that is still due has nothing to do with it, for autograd has noted what it needs. Hooks and callers set
+tensors: a weight that is normed before each call, the mask of a batch. A recompute has to find all of it as its forward
+did (R10).
+
+Attributes that the forward itself sets are another matter. If it left nothing out, and does not know its phase, its
+recompute does the same again, and so begins with what was there before. Else only the layer knows what it will need.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch.jit import ScriptModule
 
 __all__ = ["Modes", "with_children"]
+
+_ABSENT: Any = object()
+_Attribute = tuple[torch.nn.Module, str, Any]
 
 
 def with_children(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -34,36 +42,68 @@ def with_children(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
 
 
 class Modes:
-    """The modes of modules when a forward began."""
+    """What was set of modules when a forward began."""
 
-    __slots__ = ("_before", "_modules", "_trained", "_training", "_weights")
+    __slots__ = ("_attributes", "_before", "_modules", "_trained", "_training", "_weights")
 
     def __init__(self, modules: list[torch.nn.Module]) -> None:
         self._modules = modules
         self._weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]
         self._training, self._trained = [*map(_training, modules)], [*map(_trained, self._weights)]
-        self._before: list[tuple[torch.nn.Module | torch.Tensor, bool]] = []  # modes of what is as it was then
+        self._attributes: list[_Attribute] = [*_attributes(modules)]
+        self._before: list[tuple[Any, str, Any]] = []  # what is to be put back
+
+    def settle(self, repeats: bool, moved: Collection[torch.nn.Module]) -> None:
+        """The forward is over.
+
+        Args:
+            repeats: its recompute does all that it did.
+            moved: modules of which it changed buffers. What numbers they have may tell of what is in these.
+        """
+        if not repeats:
+            self._attributes = [one for one in self._attributes if _found(*one[:2]) is one[2] and not _is_number(one)]
+            return
+        steered = {id(module) for module in moved}
+        known = {(id(module), name) for module, name, _ in self._attributes}
+        now = [*_attributes(self._modules)]
+        begun = [*self._attributes, *(one for one in now if (id(one[0]), one[1]) not in known)]
+        self._attributes = [
+            (module, name, value if (id(module), name) in known else _ABSENT)
+            for module, name, value in begun
+            if id(module) in steered or not _is_number((module, name, value))
+        ]
 
     def restored(self) -> contextlib.AbstractContextManager[None] | None:
-        """A context in which they are as they were then; None if they are so now."""
-        training, trained = [*map(_training, self._modules)], [*map(_trained, self._weights)]
-        return None if training == self._training and trained == self._trained else self._swapped()
+        """A context in which all is as it was then; None if it is so now."""
+        if (
+            [*map(_training, self._modules)] == self._training
+            and [*map(_trained, self._weights)] == self._trained
+            and all(_found(module, name) is then for module, name, then in self._attributes)
+        ):
+            return None
+        return self._swapped()
 
     @contextlib.contextmanager
     def _swapped(self) -> Iterator[None]:
+        modes = zip(self._modules, self._training, strict=True)
+        trained = zip(self._weights, self._trained, strict=True)
+        wanted: list[tuple[Any, str, Any]] = [
+            *((module, "training", then) for module, then in modes),
+            *((weight, "requires_grad", then) for weight, then in trained if weight.is_leaf),
+            *self._attributes,
+        ]
         try:
-            both: list[torch.nn.Module | torch.Tensor] = [*self._modules, *self._weights]
-            for one, wanted in zip(both, (*self._training, *self._trained), strict=True):
-                now = one.training if isinstance(one, torch.nn.Module) else one.requires_grad
-                if now != wanted:
-                    self._before.append((one, now))
-                    _set(one, wanted)
+            for one, name, then in wanted:
+                now = _found(one, name)
+                if now is not then:
+                    self._before.append((one, name, now))
+                    _set(one, name, then)
             yield
         finally:
             self.put_back()
 
     def put_back(self) -> None:
-        """Give them the modes that they had. May be called again: an interrupt may have cut it short."""
+        """Set what there was. May be called again: an interrupt may have cut it short."""
         while self._before:
             _set(*self._before[-1])
             self._before.pop()
@@ -73,8 +113,44 @@ _training: Callable[[torch.nn.Module], bool] = attrgetter("training")
 _trained: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
 
 
-def _set(one: torch.nn.Module | torch.Tensor, mode: bool) -> None:
-    if isinstance(one, torch.nn.Module):
-        one.training = mode
-    elif one.is_leaf:  # else it has become part of a graph
-        one.requires_grad_(mode)
+def _found(one: Any, name: str) -> Any:
+    return one.requires_grad if isinstance(one, torch.Tensor) else vars(one).get(name, _ABSENT)
+
+
+def _set(one: Any, name: str, value: Any) -> None:
+    if isinstance(one, torch.Tensor):
+        one.requires_grad_(value)
+    elif value is _ABSENT:
+        vars(one).pop(name, None)
+    else:
+        vars(one)[name] = value
+
+
+def _is_number(attribute: _Attribute) -> bool:
+    return type(attribute[2]) in _NUMBERS
+
+
+_NUMBERS = frozenset({bool, int, float})
+
+
+def _attributes(modules: Iterable[torch.nn.Module]) -> Iterator[_Attribute]:
+    """Tensors, what may become some, and numbers beside buffers."""
+    for module in modules:
+        if type(module).__module__.startswith("torch.nn.modules.") and not module._forward_pre_hooks:
+            continue
+        numbers = _NUMBERS if module._buffers else ()
+        for name, value in [*vars(module).items()]:
+            if value is None or (isinstance(value, torch.Tensor) and not _is_of_a_weight(value)):
+                yield module, name, value
+            elif type(value) in numbers and not name.startswith(_OF_FRAMEWORKS):
+                yield module, name, value
+
+
+_OF_FRAMEWORKS = ("_", "ds_", "training")
+"""Where they keep books that may not be turned back. DeepSpeed counts in `ds_...`."""
+
+
+def _is_of_a_weight(tensor: torch.Tensor) -> bool:
+    """Whether it is a view, as FSDP makes of weights and takes away again."""
+    base = tensor._base
+    return base is not None and base.is_leaf and base.requires_grad

@@ -147,8 +147,11 @@ class _Region:
         finally:
             self.crowded = visit is not None and visit.end()
         self.wrote = versions != [*map(version_of, tensors)]
+        told = self.trace.told_at >= 0
         if self.buffers is not None:
-            self.buffers.settle(self.trace.told_at >= 0)
+            self.buffers.settle(told)
+        if self.modes is not None:
+            self.modes.settle(not (told or run.leaves_out), self.buffers.owners() if self.buffers else ())
         self.hooked = [*run.hooked, *left_since(mark, self.function, (*tensors, *self.leaves), {})]
         self.parcel = run.parcel
         inside = is_inside(thread.run)

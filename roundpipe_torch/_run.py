@@ -60,6 +60,8 @@ class TorchRun(Run):
     """What it has in host memory, once there is something."""
     torchs_recompute = False
     """Torch's own checkpoint runs its part again."""
+    leaves_out = False
+    """There are parts that the recompute does without."""
     keeping = False
     """Inside a function that the recompute leaves out."""
     asked = False
@@ -95,6 +97,7 @@ class TorchRun(Run):
             self._outer.told()
 
     def keep(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> Any:
+        self._leave_out()
         if transformed() is not None:  # of no tensor in there can be told what it is a view of
             return function(*args, **kwargs)
         return keep(self, function, args, kwargs, place)
@@ -113,7 +116,12 @@ class TorchRun(Run):
     def update(self, function: Callable[[], Any], called: Any, place: Place) -> None:
         if not self.repeats:
             self._refuse_others(place)
+        self._leave_out()
         super().update(function, called, place)
+
+    def _leave_out(self) -> None:
+        for run in self.around():
+            run.leaves_out = True
 
     def _refuse_others(self, place: Place) -> None:
         """Another checkpoint that is to run this part again would not know what is decided here."""
@@ -165,6 +173,7 @@ class TorchRun(Run):
             self.buffers, self.watching = buffers, True
 
     def state(self) -> _State | list[torch.Tensor] | None:  # R7
+        self._leave_out()
         numbers = self.generators.since_start() if self.generators else None
         if not self.watching:
             return numbers

@@ -9,6 +9,7 @@ import collections
 import contextlib
 import dataclasses
 import random
+import warnings
 import weakref
 
 import numpy as np
@@ -23,9 +24,10 @@ from roundpipe_torch import (
     checkpoint,
     doing_recompute,
     recompute_once,
+    remat,
     save_for_recompute,
 )
-from tests.on_torch.oracle import ENGINES, WAYS, Source, agree, decided, leaf, plain
+from tests.on_torch.oracle import ENGINES, WAYS, Source, agree, decided, leaf, plain, same
 
 T, D, E = 16, 6, 5
 
@@ -381,6 +383,99 @@ def test_an_argument_that_is_trained_from_now_on_or_no_more(way, nested, trained
         noise.requires_grad_(not trained)
         y.sum().backward()
         return x.grad, w.grad, noise.grad
+
+    agree(scenario, way)
+
+
+# Attributes of modules: weights that hooks norm, hidden states, masks, rotary tables that grow
+
+
+def normed_by_a_hook():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return torch.nn.utils.spectral_norm(torch.nn.Linear(D, D))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_weight_that_a_hook_makes_before_each_call(reentrant):
+    """A discriminator that sees two batches."""
+
+    def scenario(way):
+        torch.manual_seed(1)
+        net = normed_by_a_hook()
+        judge = net if way is plain else remat(net, use_reentrant=reentrant)
+        real, fake = leaf(T, D), leaf(T, D, seed=1)
+        (judge(real).exp().sum() - judge(fake).sin().sum()).backward()
+        return real.grad, fake.grad, [p.grad for p in net.parameters()], [*net.buffers()]
+
+    same(scenario(remat), scenario(plain), within=1e-5 if reentrant else 0.0)
+
+
+class Stateful(torch.nn.Module):
+    """Goes on from what it was left with, as a hidden state, or a table that grows with its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.state, self.table = torch.nn.Linear(D, D), None, None
+        self.up.load_state_dict({"weight": leaf(D, D, seed=1).detach(), "bias": leaf(D, seed=2).detach()})
+        self.register_buffer("scale", torch.ones(D))
+        self.longest = 0
+
+    def forward(self, x, cut):
+        if len(x) > self.longest:
+            self.longest = len(x)
+            self.scale = torch.full((D,), 1.0 / len(x))
+            self.table = torch.arange(float(len(x) * D)).view(-1, D).cos()
+        h = torch.tanh(self.up(x * self.table[: len(x)]) * self.scale)
+        if self.state is not None:
+            h = h * (self.state.detach() if cut else self.state)
+        self.state = h.mean(0)
+        return h.exp()
+
+
+@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_state_that_goes_on_from_call_to_call(way, cut):
+    def scenario(way):
+        net, x = Stateful(), leaf(3 * T, D)
+        y = [way(net, part, cut) for part in (x[:T], x[T : T + 4], x[: 2 * T])]
+        left = net.state, net.longest
+        torch.cat(y).sum().backward()
+        assert net.state is left[0]
+        assert net.longest == left[1]
+        return x.grad, [p.grad for p in net.parameters()]
+
+    agree(scenario, way)
+
+
+class Masked(torch.nn.Module):
+    """What the caller sets for each batch; and a sum that the decision moves."""
+
+    mask: torch.Tensor | None = None
+    seen: torch.Tensor | None = None
+
+    def route(self, x):
+        self.seen = x.detach().sum(0) + (0 if self.seen is None else self.seen)
+        return self.seen.argmax()
+
+    def forward(self, x, told):
+        best = decided(lambda: self.route(x)) if told else recompute_once(self.route, x)
+        return torch.tanh(x * self.mask) * best * self.seen.cos()
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("way", ENGINES)
+def test_a_tensor_that_the_caller_sets_for_each_call(way, told):
+    def scenario(way):
+        net, w, x = Masked(), leaf(T, D, seed=1), leaf(T, D)
+        net.mask, net.seen = w * 2, torch.zeros(D)
+        first = way(net, x, told)
+        net.mask = w * 3
+        first.sum().backward()
+        left = net.seen
+        net.mask = None
+        assert net.seen is left
+        return x.grad, w.grad, net.seen
 
     agree(scenario, way)
 
