@@ -70,7 +70,7 @@ class Modes:
         self._attributes = [
             (module, name, value if (id(module), name) in known else _ABSENT)
             for module, name, value in begun
-            if id(module) in steered or not _is_number((module, name, value))
+            if not _is_number((module, name, value)) or (id(module) in steered and _found(module, name) != value)
         ]
 
     def restored(self) -> contextlib.AbstractContextManager[None] | None:
@@ -140,9 +140,8 @@ def _attributes(modules: Iterable[torch.nn.Module]) -> Iterator[_Attribute]:
             continue
         numbers = _NUMBERS if module._buffers else ()
         for name, value in [*vars(module).items()]:
-            if value is None or (isinstance(value, torch.Tensor) and not _is_of_a_weight(value)):
-                yield module, name, value
-            elif type(value) in numbers and not name.startswith(_OF_FRAMEWORKS):
+            is_number = type(value) in numbers and not name.startswith(_OF_FRAMEWORKS)
+            if value is None or is_number or (isinstance(value, torch.Tensor) and not _is_of_a_weight(value)):
                 yield module, name, value
 
 
