@@ -12,6 +12,7 @@ import gc
 from _thread import RLock
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -151,6 +152,7 @@ class Frame:
         self._modes = Modes(modules) if modules else None
         self._buffers = Buffers.of(modules) if modules else None
         self._ambient = Ambient()
+        self._context = copy_context()
         self._lock = RLock()
         self._hooked: Sequence[Hooked] = ()  # tensors from before it that the forward has put hooks on
         self._verified = options.verify == "off" or isinstance(slot, TapedSlot)  # a replay repeats nothing
@@ -428,12 +430,12 @@ class _Recompute:
             ambient = frame._ambient.restored()
             modes = None if frame._modes is None else frame._modes.restored()
             if ambient is None and modes is None and not self._hooked and frame._batches == ():
-                outputs, audit = self._play(args, kwargs, watch)
+                outputs, audit = frame._context.copy().run(self._play, args, kwargs, watch)
             else:
                 resting = Resting(self._hooked, frame._function, args, kwargs)
                 inside = _NO_CONTEXT if frame._batches == () else batched(frame.slot.label, frame._batches)
                 with ambient or _NO_CONTEXT, modes or _NO_CONTEXT, resting, inside:
-                    outputs, audit = self._play(args, kwargs, watch)
+                    outputs, audit = frame._context.copy().run(self._play, args, kwargs, watch)
             if not self.done:
                 self._finish(outputs)
             if audit is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -95,9 +96,9 @@ class _Region:
     """What both directions need, but for the tensors, which autograd keeps."""
 
     __slots__ = (
-        "__weakref__", "accumulates", "ambient", "buffers", "crowded", "function", "generators", "hooked", "idle",
-        "leaves", "located", "modes", "outermost", "output_leaves", "output_spec", "parcel", "slot", "spec", "trace",
-        "weights", "wrote",
+        "__weakref__", "accumulates", "ambient", "buffers", "context", "crowded", "function", "generators", "hooked",
+        "idle", "leaves", "located", "modes", "outermost", "output_leaves", "output_spec", "parcel", "slot", "spec",
+        "trace", "weights", "wrote",
     )  # fmt: skip
 
     def __init__(
@@ -107,6 +108,7 @@ class _Region:
         self.leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else as_now(leaf) for leaf in leaves]
         self.generators = Generators(generators_of(function, leaves)) if options.preserve_rng_state else None
         self.ambient = Ambient()
+        self.context = copy_context()
         modules = with_children(modules_of(function, leaves))
         self.modes = Modes(modules) if modules else None
         self.buffers = Buffers.of(modules) if modules else None
@@ -269,7 +271,7 @@ class _Region:
             ):
                 run.begin()
                 with Resting(self.hooked, self.function, (*tensors, *self.leaves), {}):
-                    leaves = self._run(run, *self._rebuilt(tensors))
+                    leaves = self.context.copy().run(self._run, run, *self._rebuilt(tensors))
             relaid = other_layout(self.trace, trace)
             if relaid is not None and run.drew():
                 raise drawn_in_another_layout(self.slot.label, relaid)

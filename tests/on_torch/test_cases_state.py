@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import dataclasses
 import random
+import threading
 import warnings
 import weakref
 
@@ -261,6 +263,37 @@ def test_settings_of_the_forward_hold_in_the_recompute(inside, outside):
         return y.detach(), x.grad, w.grad, after
 
     agree(scenario)
+
+
+SCALE: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
+
+
+@pytest.mark.parametrize("place", ["here", "another thread"])
+@pytest.mark.parametrize("way", ENGINES)
+def test_variables_of_the_context_are_those_of_the_forward(way, place):
+    """Autograd's own threads have none that was set (pytorch issue 186537)."""
+
+    def scenario(way):
+        x, w = leaf(T, D, seed=1), leaf(D, D)
+
+        def layer(x):
+            before = SCALE.set(SCALE.get() * 2)
+            h = torch.tanh(x @ w * SCALE.get() * decided(lambda: 2.0))
+            SCALE.reset(before)
+            return torch.exp(h * SCALE.get())
+
+        outside = SCALE.set(3.0)
+        y = way(lambda x: way(layer, x).sin(), x)
+        SCALE.reset(outside)
+        backward = threading.Thread(target=y.sum().backward)
+        if place == "here":
+            backward.run()
+        else:
+            backward.start()
+            backward.join()
+        return x.grad, w.grad, SCALE.get()
+
+    agree(scenario, way)
 
 
 @pytest.mark.parametrize("setting", [name for name in AMBIENT if name not in ("nothing", "autocast without cache")])
