@@ -154,7 +154,7 @@ def tensor_changed(layer: str, tensor: torch.Tensor) -> MutationError:
     return MutationError(
         message(
             f"layer {layer!r}: a tensor needed for gradient computation has been modified by an inplace operation "
-            f"after it was saved: {_described(tensor)}.",
+            f"after it was saved: {described(tensor)}.",
             [],
             "compute out of place what later operations need, and change weights and other tensors after backward; "
             "autograd without checkpointing refuses this too.",
@@ -354,7 +354,7 @@ def kept_output_changed(layer: str, name: str, place: Place, tensor: torch.Tenso
     return MutationError(
         message(
             f"layer {layer!r}: an output of {name} was changed in place, so the recompute cannot start from it: "
-            f"{_described(tensor)}.",
+            f"{described(tensor)}.",
             [("kept at", where(place))],
             "change it out of place (y = y.relu() instead of y.relu_()), or inside the function that is kept.",
         )
@@ -365,7 +365,7 @@ def argument_written(layer: str, name: str, place: Place, tensor: torch.Tensor) 
     """The function of `keep` changed an argument that the recompute has made again (R6)."""
     return MutationError(
         message(
-            f"layer {layer!r}: {name} changed an argument in place, and is not run again: {_described(tensor)}.",
+            f"layer {layer!r}: {name} changed an argument in place, and is not run again: {described(tensor)}.",
             [("kept at", where(place))],
             "let the function return the new tensor. State that outlives the layer (a buffer, a cache) may be changed.",
         )
@@ -444,7 +444,7 @@ def differentiated_twice(layer: str, name: str, place: Place) -> MismatchError:
     )
 
 
-def _described(tensor: torch.Tensor) -> str:
+def described(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 

@@ -28,10 +28,12 @@ from ._before import Before
 from ._buffers import Buffers, copies, not_misled
 from ._errors import (
     accumulates_only,
+    described,
     drawn_in_a_crowd,
     drawn_in_another_layout,
     input_changed,
     no_second_derivative,
+    other_parameter,
     sharded_inside,
     started_inside,
     tensor_changed,
@@ -97,8 +99,8 @@ class _Region:
 
     __slots__ = (
         "__weakref__", "accumulates", "ambient", "buffers", "context", "crowded", "function", "generators", "hooked",
-        "idle", "leaves", "located", "modes", "outermost", "output_leaves", "output_spec", "parcel", "slot", "spec",
-        "trace", "weights", "wrote",
+        "idle", "known", "leaves", "located", "modes", "outermost", "output_leaves", "output_spec", "parcel", "slot",
+        "spec", "trace", "weights", "wrote",
     )  # fmt: skip
 
     def __init__(
@@ -120,6 +122,7 @@ class _Region:
         self.accumulates: bool  # at once, in the backward inside
         self.wrote: bool  # into its arguments
         self.idle: list[bool] = []  # which arguments no gradient comes to; empty if that is not known
+        self.known: list[weakref.ref[torch.Tensor]] = []  # leaves behind the outputs of the forward
         self.weights: list[tuple[weakref.ref[torch.Tensor], int]] = []  # leaves that the closure gave, with versions
         self.trace = Trace(False, self.located)
         self.output_spec: Spec
@@ -190,6 +193,7 @@ class _Region:
         if not is_sharded(modules_of(self.function, self.leaves)):
             behind = leaves_behind(outputs, reached, begun, _accumulates)
         self.accumulates = behind is None
+        self.known = [weakref.ref(leaf) for leaf in behind or ()]
         with torch.no_grad():
             given = [(output.detach(), output.requires_grad) for output in outputs]
         if behind is not None and self.trace.told_at < 0:  # else the recompute may need more
@@ -281,6 +285,13 @@ class _Region:
                 generators.set(numbers)
         return leaves, crowded
 
+    def forget(self) -> None:
+        """Let go of what only a backward needs: the outputs hold this as long as they are there."""
+        if self.outermost:
+            release(self.slot)
+        self.slot.let_go()
+        del self.function, self.leaves, self.buffers, self.modes
+
     def _rebuilt(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, in new containers."""
         given = iter(tensors)
@@ -361,8 +372,8 @@ class _Reentrant(torch.autograd.Function):
         found: list[torch.Tensor | None] = [None] * len(nodes)
         if with_grad:
             found = _differentiated(region, with_grad, begun, tensors, nodes)
-        if region.outermost and not _retains():
-            release(region.slot)
+        if not _retains():
+            region.forget()
         return found
 
 
@@ -430,14 +441,25 @@ def _add(region: _Region, found: list[tuple[torch.Tensor, torch.Tensor]]) -> Non
     """Add to the gradients of leaves that the forward did not have: the recompute's own, or those of another branch."""
     if not found:
         return
-    if _may_accumulate():
+    foreign: list[weakref.ref[torch.Tensor]] = []
+    if region.trace.told_at < 0:  # both phases run the same code
+        known = {id(ref()) for ref in region.known}
+        foreign = [weakref.ref(leaf) for leaf, _ in found if id(leaf) not in known]
+    refused = [] if _may_accumulate() else [weakref.ref(leaf) for leaf, _ in found]
+    if not refused:
         leaves, grads = zip(*found, strict=True)
         torch.autograd.backward(leaves, grads)
-        return
-    others = [weakref.ref(leaf) for leaf, _ in found]
+        del leaves, grads
     found.clear()
-    if any(other() is not None for other in others):
+    swapped_in = _alive(foreign)  # what the layer makes itself is gone by now
+    if swapped_in is not None:
+        raise other_parameter(region.slot.label, described(swapped_in))
+    if _alive(refused) is not None:
         raise accumulates_only(region.slot.label)
+
+
+def _alive(references: list[weakref.ref[torch.Tensor]]) -> torch.Tensor | None:
+    return next((tensor for ref in references if (tensor := ref()) is not None), None)
 
 
 def _behind_each(outputs: list[torch.Tensor], ends: Iterable[tuple[Any, int]], begun: int) -> set[int]:

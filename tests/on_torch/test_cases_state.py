@@ -431,7 +431,7 @@ def normed_by_a_hook():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_weight_that_a_hook_makes_before_each_call(reentrant):
-    """A discriminator that sees two batches."""
+    """A discriminator that sees two batches (pytorch PR 13350)."""
 
     def scenario(way):
         torch.manual_seed(1)
