@@ -148,9 +148,12 @@ class Frame:
                 self._inputs = Inputs(args, kwargs)
         values = (*args, *kwargs.values())
         self._generators = Generators(generators_of(function, values)) if options.preserve_rng_state else None
-        modules = with_children(modules_of(function, values))
-        self._modes = Modes(modules) if modules else None
-        self._buffers = Buffers.of(modules) if modules else None
+        self._modes: Modes | None = None
+        self._buffers: Buffers | None = None
+        modules = [*modules_of(function, values)]
+        if modules:
+            modules = with_children(modules)
+            self._modes, self._buffers = Modes(modules), Buffers.of(modules)
         self._ambient = Ambient()
         self._context = copy_context()
         self._lock = RLock()
@@ -429,7 +432,7 @@ class _Recompute:
             torch._C._set_grad_enabled(True)
             ambient = frame._ambient.restored()
             modes = None if frame._modes is None else frame._modes.restored()
-            if ambient is None and modes is None and not self._hooked and frame._batches == ():
+            if ambient is None and modes is None and frame._batches == () and not self._hooked:
                 outputs, audit = frame._context.copy().run(self._play, args, kwargs, watch)
             else:
                 resting = Resting(self._hooked, frame._function, args, kwargs)

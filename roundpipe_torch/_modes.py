@@ -78,7 +78,7 @@ class Modes:
         if (
             [*map(_training, self._modules)] == self._training
             and [*map(_trained, self._weights)] == self._trained
-            and all(_found(module, name) is then for module, name, then in self._attributes)
+            and not any(map(_has_changed, self._attributes))
         ):
             return None
         return self._swapped()
@@ -90,7 +90,7 @@ class Modes:
         wanted: list[tuple[Any, str, Any]] = [
             *((module, "training", then) for module, then in modes),
             *((weight, "requires_grad", then) for weight, then in trained if weight.is_leaf),
-            *self._attributes,
+            *filter(_has_changed, self._attributes),
         ]
         try:
             for one, name, then in wanted:
@@ -124,6 +124,13 @@ def _set(one: Any, name: str, value: Any) -> None:
         vars(one).pop(name, None)
     else:
         vars(one)[name] = value
+
+
+def _has_changed(attribute: _Attribute) -> bool:
+    """Whether it is another tensor, or a number of a buffer; what is None may become anything else, as FSDP's notes."""
+    module, name, then = attribute
+    now = _found(module, name)
+    return now is not then and ((then is not None and then is not _ABSENT) or isinstance(now, torch.Tensor))
 
 
 def _is_number(attribute: _Attribute) -> bool:

@@ -111,9 +111,12 @@ class _Region:
         self.generators = Generators(generators_of(function, leaves)) if options.preserve_rng_state else None
         self.ambient = Ambient()
         self.context = copy_context()
-        modules = with_children(modules_of(function, leaves))
-        self.modes = Modes(modules) if modules else None
-        self.buffers = Buffers.of(modules) if modules else None
+        self.modes: Modes | None = None
+        self.buffers: Buffers | None = None
+        modules = [*modules_of(function, leaves)]
+        if modules:
+            modules = with_children(modules)
+            self.modes, self.buffers = Modes(modules), Buffers.of(modules)
         self.parcel = None if options.offload is None else Parcel(options.offload)
         self.crowded: bool
         self.hooked: list[Hooked] = []  # tensors from before it that the forward has put hooks on

@@ -481,6 +481,28 @@ def test_a_state_that_goes_on_from_call_to_call(way, cut):
     agree(scenario, way)
 
 
+def test_what_a_module_notes_of_itself_is_not_turned_back():
+    """FSDP sets itself up in its first forward, and must not do so again."""
+
+    class Noting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.ready, self.helper, self.calls, self.table = None, None, 0, None
+
+        def forward(self, x):
+            if self.ready is None:
+                self.ready, self.helper = True, object()
+                made.append(self.helper)
+            self.calls += 1
+            self.table = x.detach().cos()
+            return torch.sin(x * self.table)
+
+    made, net, x = [], Noting(), leaf(T, D)
+    checkpoint(net, x).sum().backward()
+    assert made == [net.helper]
+    assert (net.ready, net.calls) == (True, 2)
+
+
 class Masked(torch.nn.Module):
     """What the caller sets for each batch; and a sum that the decision moves."""
 
