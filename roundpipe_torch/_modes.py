@@ -12,7 +12,7 @@ recompute does the same again, and so begins with what was there before. Else on
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -44,34 +44,37 @@ def with_children(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
 class Modes:
     """What was set of modules when a forward began."""
 
-    __slots__ = ("_attributes", "_before", "_modules", "_trained", "_training", "_weights")
+    __slots__ = ("_attributes", "_before", "_begun", "_modules", "_trained", "_training", "_weights")
 
     def __init__(self, modules: list[torch.nn.Module]) -> None:
         self._modules = modules
         self._weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]
         self._training, self._trained = [*map(_training, modules)], [*map(_trained, self._weights)]
-        self._attributes: list[_Attribute] = [*_attributes(modules)]
+        self._begun = [(module, vars(module).copy()) for module in modules if _may_have_more(module)]
+        self._attributes: list[_Attribute] = []
         self._before: list[tuple[Any, str, Any]] = []  # what is to be put back
 
-    def settle(self, repeats: bool, moved: Collection[torch.nn.Module]) -> None:
+    def settle(self, repeats: bool, moved: Iterable[torch.nn.Module]) -> None:
         """The forward is over.
 
         Args:
             repeats: its recompute does all that it did.
             moved: modules of which it changed buffers. What numbers they have may tell of what is in these.
         """
-        if not repeats:
-            self._attributes = [one for one in self._attributes if _found(*one[:2]) is one[2] and not _is_number(one)]
-            return
-        steered = {id(module) for module in moved}
-        known = {(id(module), name) for module, name, _ in self._attributes}
-        now = [*_attributes(self._modules)]
-        begun = [*self._attributes, *(one for one in now if (id(one[0]), one[1]) not in known)]
-        self._attributes = [
-            (module, name, value if (id(module), name) in known else _ABSENT)
-            for module, name, value in begun
-            if not _is_number((module, name, value)) or (id(module) in steered and _found(module, name) != value)
-        ]
+        steered = {id(module) for module in moved} if repeats else ()
+        for module, then in self._begun:
+            now = vars(module)
+            for name in [*now] if repeats else [*then]:
+                before, after = then.get(name, _ABSENT), now.get(name, _ABSENT)
+                if before is after:
+                    wanted = _is_data(before)  # others may put another there
+                elif _is_data(before) or _is_data(after):
+                    wanted = repeats
+                else:
+                    wanted = id(module) in steered and type(before) in _NUMBERS and not name.startswith(_OF_FRAMEWORKS)
+                if wanted:
+                    self._attributes.append((module, name, before))
+        self._begun = []
 
     def restored(self) -> contextlib.AbstractContextManager[None] | None:
         """A context in which all is as it was then; None if it is so now."""
@@ -127,36 +130,25 @@ def _set(one: Any, name: str, value: Any) -> None:
 
 
 def _has_changed(attribute: _Attribute) -> bool:
-    """Whether it is another tensor, or a number of a buffer; what is None may become anything else, as FSDP's notes."""
+    """Whether it is another tensor now, or number. What may become anything else, as FSDP's notes, is left alone."""
     module, name, then = attribute
     now = _found(module, name)
-    return now is not then and ((then is not None and then is not _ABSENT) or isinstance(now, torch.Tensor))
-
-
-def _is_number(attribute: _Attribute) -> bool:
-    return type(attribute[2]) in _NUMBERS
+    return now is not then and (type(then) in _NUMBERS or _is_data(then) or _is_data(now))
 
 
 _NUMBERS = frozenset({bool, int, float})
-
-
-def _attributes(modules: Iterable[torch.nn.Module]) -> Iterator[_Attribute]:
-    """Tensors, what may become some, and numbers beside buffers."""
-    for module in modules:
-        if type(module).__module__.startswith("torch.nn.modules.") and not module._forward_pre_hooks:
-            continue
-        numbers = _NUMBERS if module._buffers else ()
-        for name, value in [*vars(module).items()]:
-            is_number = type(value) in numbers and not name.startswith(_OF_FRAMEWORKS)
-            if value is None or is_number or (isinstance(value, torch.Tensor) and not _is_of_a_weight(value)):
-                yield module, name, value
-
-
 _OF_FRAMEWORKS = ("_", "ds_", "training")
-"""Where they keep books that may not be turned back. DeepSpeed counts in `ds_...`."""
+"""Where they keep numbers that may not be turned back. DeepSpeed counts in `ds_...`."""
 
 
-def _is_of_a_weight(tensor: torch.Tensor) -> bool:
-    """Whether it is a view, as FSDP makes of weights and takes away again."""
-    base = tensor._base
-    return base is not None and base.is_leaf and base.requires_grad
+def _may_have_more(module: torch.nn.Module) -> bool:
+    """Whether its class or a hook may set attributes of a tensor."""
+    return bool(module._forward_pre_hooks) or not type(module).__module__.startswith("torch.nn.modules.")
+
+
+def _is_data(value: Any) -> bool:
+    """Whether it is a tensor, or a tuple of some; but for views of weights, which FSDP makes and takes away again."""
+    if isinstance(value, torch.Tensor):
+        base = value._base
+        return base is None or not (base.is_leaf and base.requires_grad)
+    return isinstance(value, tuple) and any(map(_is_data, value))

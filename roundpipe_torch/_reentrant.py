@@ -292,7 +292,8 @@ class _Region:
         """Let go of what only a backward needs: the outputs hold this as long as they are there."""
         if self.outermost:
             release(self.slot)
-        self.slot.let_go()
+        if self.slot.rows is None:  # else it may be on a tape
+            self.slot.let_go()
         del self.function, self.leaves, self.buffers, self.modes
 
     def _rebuilt(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
