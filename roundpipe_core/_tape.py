@@ -6,6 +6,7 @@ saved. It shares the arrays of the slots it was recorded from, and copies nothin
 
 from __future__ import annotations
 
+import copy
 import json
 import operator
 import os
@@ -20,7 +21,7 @@ from ._host import kind_of
 from ._slots import Entry, Key, Place, Slot, spoken
 from ._trees import Node, Spec, paths
 
-__all__ = ["Decision", "Region", "Skeleton", "Tape", "TapeEntry", "check_range", "portable", "taken_from"]
+__all__ = ["Decision", "Region", "Skeleton", "Tape", "TapeEntry", "check_range", "not_a_tape", "portable", "taken_from"]
 
 ONCE = "recompute_once("  # names begin so where a frontend saved by itself, and not a tuple of arguments
 AUTO = "auto "
@@ -104,17 +105,41 @@ class Tape:
     __slots__ = ("_owned", "recording", "root")
 
     def __init__(self, root: Region | None = None) -> None:
+        if not isinstance(root, Region | None):
+            raise not_a_tape("Tape", root)
         self.root = root or Region(OUTSIDE, given=False)
         self.recording = False  # what it will hold is known when the block ends
         self._owned: dict[Any, Any] = {}  # what frontends have made of it, such as copies of its arrays
 
     def __repr__(self) -> str:
+        if self.recording:
+            return "<Tape that is still being recorded>"
         regions = sum(1 for _ in self.root.walk()) - 1
         return f"<Tape of {regions} regions, {sum(1 for _ in self.decisions())} decisions, {self.nbytes()} bytes>"
 
+    def __reduce__(self) -> Any:
+        """For another process: what `save` writes, not the objects of this one."""
+        from ._tapefile import dumped, loaded
+
+        return loaded, (dumped(self),)
+
+    def __copy__(self) -> Tape:
+        return self.mapped(lambda leaf: leaf, checked=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tape:
+        return self.mapped(lambda leaf: copy.deepcopy(leaf, memo), checked=True)
+
+    def whole(self) -> Region:
+        """All of it, which is known when the block of `record` has ended."""
+        if self.recording:
+            raise TapeError(
+                message("the tape is still being recorded.", [], "use it after the block of `with record()`.")
+            )
+        return self.root
+
     def decisions(self) -> Iterator[tuple[str, int, Decision]]:
         """Each save with the labels around it and its region's number."""
-        for order, (path, region) in enumerate(self.root.walk()):
+        for order, (path, region) in enumerate(self.whole().walk()):
             for decision in region.decisions:
                 yield "/".join(path), order - 1, decision
 
@@ -192,10 +217,6 @@ class Tape:
         """
         from ._tapefile import save
 
-        if self.recording:
-            raise TapeError(
-                message("the tape is still being recorded.", [], "save it after the block of `with record()`.")
-            )
         save(self, path)
 
     @classmethod
@@ -312,11 +333,11 @@ class Tape:
         """The arrays, in order, and all that is not an array. `which` tells what counts as one."""
         arrays: list[Any] = []
         which = which or (lambda leaf: backend_of(leaf) is not None)
-        return arrays, Skeleton(_mapped(self.root, lambda leaf: _taken(leaf, arrays, which), checked=True))
+        return arrays, Skeleton(_mapped(self.whole(), lambda leaf: _taken(leaf, arrays, which), checked=True))
 
     def mapped(self, change: Callable[[Any], Any], *, checked: bool = False) -> Tape:
         """A tape with `change` of each array and value. `checked` tells that ranges checked in this one are kept."""
-        return Tape(_mapped(self.root, change, checked))
+        return Tape(_mapped(self.whole(), change, checked))
 
 
 class Skeleton:
@@ -460,6 +481,17 @@ def described(leaf: Any) -> tuple[str, tuple[int, ...]]:
     """Dtype and shape of an array; the type of anything else."""
     backend = backend_of(leaf)
     return (type(leaf).__name__, ()) if backend is None else backend.described(leaf)
+
+
+def not_a_tape(asked: str, given: Any) -> OptionError:
+    """Something else where a tape is meant, such as the path of one."""
+    return OptionError(
+        message(
+            f"{asked} takes a Tape, not {type(given).__name__}.",
+            [],
+            "make one by `with record() as tape:`, Tape.load(path) or Tape.from_routing(routing).",
+        )
+    )
 
 
 def no_decision(tape: Tape, name: str | None, layer: str | None) -> TapeError:

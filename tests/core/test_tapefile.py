@@ -1184,8 +1184,8 @@ def test_a_file_that_grows_shorter_meanwhile(tmp_path: Path, monkeypatch: pytest
     saved(np.arange(4)).save(path)
     whole = _tapefile.read_header
 
-    def cut(file: FileIO) -> Any:
-        header = whole(file)
+    def cut(file: FileIO, size: int) -> Any:
+        header = whole(file, size)
         os.truncate(path, path.stat().st_size - 1)
         return header
 
