@@ -42,7 +42,7 @@ def refuse_blank(whole: HostArray, lead: tuple[int, ...], real: Sequence[int]) -
                 "a router chooses different experts. Mark the tokens that were routed by mask=, and say by padding= "
                 "what the others get.",
             )
-    for layer in range(count_L if len(real) * count_K >= _CHANCE else 0):
+    for layer in range(count_L if count_L > 1 and len(real) * count_K >= _CHANCE else 0):
         begin = layer * width
         if not any(data[n * each + begin : n * each + begin + width].strip(b"\0") for n in real):
             raise wrong(f"nothing but expert 0 in layer {layer}, for every token", _LEAVE_OUT)

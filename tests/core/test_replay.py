@@ -342,15 +342,6 @@ def test_a_recording_that_failed_holds_what_came_before() -> None:
     assert [entry.value for entry in tape.entries()] == [1]
 
 
-def test_replay_takes_a_tape() -> None:
-    with pytest.raises(OptionError) as caught:
-        replay([1, 2])  # type: ignore[arg-type]
-    assert str(caught.value).splitlines() == [
-        "replay takes a Tape, not list.",
-        "  way out: make one by `with record() as tape:`, Tape.load(path) or Tape.from_routing(routing).",
-    ]
-
-
 def test_a_tape_without_its_arrays() -> None:
     with record() as tape:
         region(lambda x: save_for_recompute(np.arange(2), 3, name="a"), np.eye(2), label="moe")
