@@ -162,8 +162,8 @@ def compare(
     0.5
 
     Args:
-        one: arrays by name; the distances are relative to these.
-        two: arrays by name.
+        one: arrays or numbers by name; the distances are relative to these.
+        two: arrays or numbers by name.
         sides: what the table calls the two.
         rtol: see `check`.
         limits: see `check`.
@@ -180,10 +180,36 @@ def compare(
 def _distance(one: Any, two: Any) -> float:
     if one is None and two is None:
         return 0.0
-    backend = frontend(origin_of(one))
-    if backend is None or backend_of(two) is None or described(one)[1] != described(two)[1]:
+    if described(one)[1] != described(two)[1]:
         return float("inf")
-    return backend.distance(one, backend.adopt(two, None))
+    if isinstance(one, _NUMBER) or isinstance(two, _NUMBER):
+        return _of_numbers(one, two)
+    if backend_of(one) is None or backend_of(two) is None:
+        return float("inf")
+    return _in_one_framework(one, two)
+
+
+_NUMBER = int | float | complex
+
+
+def _of_numbers(one: Any, two: Any) -> float:
+    """One of the two, at least, is a number of Python; the other may be an array without axes."""
+    one, two = (value if backend_of(value) is None else value.item() for value in (one, two))
+    if not (isinstance(one, _NUMBER) and isinstance(two, _NUMBER)):
+        return float("inf")
+    return float(abs(one - two) / (abs(one) or 1))
+
+
+def _in_one_framework(one: Any, two: Any) -> float:
+    """In that of either side; torch holds what JAX without 64 bits would have to round."""
+    names = dict.fromkeys((origin_of(one), origin_of(two), "torch", "jax"))
+    backends = [backend for name in names if (backend := frontend(name)) is not None]
+    for backend in backends[:-1]:
+        try:
+            return backend.distance(backend.adopt(one, None), backend.adopt(two, None))
+        except ValueError:  # a value would change
+            continue
+    return backends[-1].distance(backends[-1].adopt(one, None), backends[-1].adopt(two, None))
 
 
 def _frontend(name: str) -> Frontend:
