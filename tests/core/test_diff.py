@@ -485,8 +485,8 @@ def test_the_whole_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 HELP = {
     "": "usage: python -m roundpipe_core [-h] [--version] COMMAND ... Look into tapes; examine the installation. "
-    "positional arguments: COMMAND show list what a tape holds diff compare two tapes doctor versions, devices, and whether "
-    "everything works here options: -h, --help show this help message and exit "
+    "positional arguments: COMMAND show list what a tape holds diff compare two tapes doctor versions, devices, "
+    "and whether everything works here options: -h, --help show this help message and exit "
     "--version show program's version number and exit",
     "show": "usage: python -m roundpipe_core show [-h] [--json] TAPE positional arguments: TAPE options: "
     "-h, --help show this help message and exit --json as JSON",
