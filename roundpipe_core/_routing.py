@@ -17,7 +17,7 @@ from ._errors import OptionError, TapeError, message
 from ._host import DTYPES, HostArray, integers_of, itemsize_of, kind_of
 from ._replay import numbered
 from ._slots import row_counts, spoken
-from ._tape import AUTO, ONCE, OUTSIDE, Decision, Region, Tape, integer_extremes, number_of_experts
+from ._tape import AUTO, ONCE, OUTSIDE, Decision, Region, Tape, at_layer, integer_extremes, number_of_experts
 from ._trees import flatten, paths
 from ._unrouted import refuse_blank, refuse_outside, wrong
 
@@ -341,7 +341,7 @@ def _decided(tape: Tape, name: str | None, item: str | None) -> Iterator[tuple[s
             names = [f"{spoken(decision.key)}, item {spot}" for _, spot, _ in held]
             raise TapeError(
                 message(
-                    f"layer {layer!r} has more than one array of integers.",
+                    f"{at_layer(layer)} has more than one array of integers.",
                     [("such as", name) for name in names[:6]],
                     "name the save by name= and the item by item=, as tape.entries() lists them.",
                 )
@@ -371,7 +371,7 @@ def _fitting(host: HostArray, dtype: str, layer: str) -> HostArray:
         if not low <= extremes[0] <= extremes[1] <= high:
             raise TapeError(
                 message(
-                    f"layer {layer!r}: experts from {extremes[0]} to {extremes[1]}, which {dtype} cannot hold.",
+                    f"{at_layer(layer)}: experts from {extremes[0]} to {extremes[1]}, which {dtype} cannot hold.",
                     [],
                     'give a wider dtype, such as dtype="int32".',
                 )

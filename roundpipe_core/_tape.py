@@ -21,7 +21,18 @@ from ._host import kind_of
 from ._slots import Entry, Key, Place, Slot, spoken
 from ._trees import Node, Spec, paths
 
-__all__ = ["Decision", "Region", "Skeleton", "Tape", "TapeEntry", "check_range", "not_a_tape", "portable", "taken_from"]
+__all__ = [
+    "Decision",
+    "Region",
+    "Skeleton",
+    "Tape",
+    "TapeEntry",
+    "at_layer",
+    "check_range",
+    "not_a_tape",
+    "portable",
+    "taken_from",
+]
 
 ONCE = "recompute_once("  # names begin so where a frontend saved by itself, and not a tuple of arguments
 AUTO = "auto "
@@ -477,6 +488,11 @@ def _decision(key: Key, entry: Entry) -> Decision:
 # ------------------------------------------------------------------------------------------- what is in it
 
 
+def at_layer(layer: str) -> str:
+    """The place of a decision, for a message."""
+    return f"layer {layer!r}" if layer else OUTSIDE
+
+
 def described(leaf: Any) -> tuple[str, tuple[int, ...]]:
     """Dtype and shape of an array; the type of anything else."""
     backend = backend_of(leaf)
@@ -538,7 +554,7 @@ def unseen(layer: str, decision: Decision, below: int) -> TapeError:
     """A range that nobody can vouch for."""
     return TapeError(
         message(
-            f"tape, layer {layer!r}, {spoken(decision.key)}: whether all integers are below {below} cannot be seen "
+            f"tape, {at_layer(layer)}, {spoken(decision.key)}: whether all integers are below {below} cannot be seen "
             "while this is traced.",
             [("the tape declares", str(decision.below))],
             "say so where the tape has values, outside of what is traced: tape.declare(below=...).",
@@ -562,7 +578,7 @@ def out_of_range(layer: str, decision: Decision, item: str, extremes: tuple[int,
     sentinel = " -1 marks what was not routed, and would train the last expert." if low == -1 else ""
     return TapeError(
         message(
-            f"tape, layer {layer!r}, {spoken(decision.key)}, item {item}: integers from {low} to {high}, "
+            f"tape, {at_layer(layer)}, {spoken(decision.key)}, item {item}: integers from {low} to {high}, "
             f"where 0 to {below - 1} are in range.{sentinel}",
             [],
             "replay a tape of a model with as many experts, or mend the routing where it was made.",

@@ -38,7 +38,7 @@ from ._files import Path, opened, read_at, replacing, write_all
 from ._host import DTYPES, HostArray, itemsize_of
 from ._safetensors import HEADER_LIMIT, FaultError, Held, parsed_json, read_header, table
 from ._slots import Place, spoken
-from ._tape import Decision, Region, Tape, described
+from ._tape import Decision, Region, Tape, at_layer, described
 from ._trees import flatten, paths
 from ._values import COUNTS_LIMIT, NESTING_LIMIT, NotHeldError, Reader, encoded, plain
 
@@ -191,10 +191,13 @@ def _bytes_of(stored: _Stored) -> memoryview:
     except MemoryError:
         raise
     except Exception as error:  # whatever a framework raises for arrays that have no values here
+        fault, _, better = str(error).partition("\n")[0].partition("; ")
         raise _not_held(
             stored.where,
-            f"an array whose values cannot be read: {str(error).partition(chr(10))[0]}",
-            "save the tape outside of jit and vmap: return it from the function, and save what comes back.",
+            f"an array whose values cannot be read: {fault}",
+            f"{better}."
+            if better
+            else "save the tape outside of jit and vmap: return it from the function, and save what comes back.",
         ) from error
     return host.data
 
@@ -221,7 +224,7 @@ def _region(region: Region, path: tuple[str, ...], arrays: list[_Stored], depth:
 
 def _decision(layer: str, decision: Decision, before: dict[Any, int], arrays: list[_Stored]) -> Any:
     scope, name = decision.key
-    where = f"layer {layer!r}, {spoken(decision.key)}"
+    where = f"{at_layer(layer)}, {spoken(decision.key)}"
     _refuse_half_letters(where, [*scope, name or ""])
     items = list(paths(decision.spec))
     leaves = [
@@ -263,7 +266,11 @@ def _leaf(where: str, leaf: Any, arrays: list[_Stored]) -> Any:
         return _plain(where, leaf)
     dtype, shape = described(leaf)
     if dtype not in DTYPES:
-        raise _not_held(where, f"an array of dtype {dtype}", "save it as one of numbers: of a key, its data.")
+        raise _not_held(
+            where,
+            f"an array of dtype {dtype}",
+            "save it as one of numbers, such as int32 or float32: of a key, its data.",
+        )
     if not all(type(n) is int for n in shape):
         raise _not_held(where, f"a {type(leaf).__name__} of the shape {list(shape)}", "save arrays of a known shape.")
     arrays.append(_Stored(f"{len(arrays)} {where}", where, leaf, dtype, tuple(shape)))

@@ -287,7 +287,7 @@ class TestRange:
         with pytest.raises(TapeError) as caught, replay(tape, below=8):
             pass
         assert str(caught.value).splitlines()[0] == (
-            "tape, layer '', the unnamed slot, item [0]: integers from -1 to 1, where 0 to 7 are in range. "
+            "tape, outside of layers, the unnamed slot, item [0]: integers from -1 to 1, where 0 to 7 are in range. "
             "-1 marks what was not routed, and would train the last expert."
         )
 

@@ -421,8 +421,7 @@ class Hidden:
 
 
 OBJECT = "save what it says as numbers, texts or arrays (of an enum, its .value) and make it again from those."
-ARRAY = "save it as one of numbers: of a key, its data."
-OUTSIDE = "save the tape outside of jit and vmap: return it from the function, and save what comes back."
+ARRAY = "save it as one of numbers, such as int32 or float32: of a key, its data."
 PARTS = "save the parts that the recompute needs."
 ENUM = f"{Colour.__module__}.Colour"
 
@@ -438,8 +437,8 @@ ENUM = f"{Colour.__module__}.Colour"
         (np.array([1], "M8[s]"), "an array of dtype datetime64[s]", ARRAY),
         (
             np.ma.masked_array([1, 2], [0, 1]),
-            "an array whose values cannot be read: a masked array; save its data and its mask",
-            OUTSIDE,
+            "an array whose values cannot be read: a masked array",
+            "save its data and its mask.",
         ),
         (Hidden(1), "a Hidden with the field '_x', which no named tuple can have", "save its parts as a dict."),
         ({Colour.RED: 1}, f"an object of type {ENUM}, which only this process knows", OBJECT),
