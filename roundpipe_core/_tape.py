@@ -296,9 +296,9 @@ class Tape:
             of its own when a layer asks for them.
 
         Raises:
-            TapeError: a token that is real was not routed (-1), an expert does not exist, or the tokens are not those
-                of the mask, with the place.
-            OptionError: `experts` is no number.
+            TapeError: a token that is real was not routed (-1, or zeros for all its choices), an expert does not exist,
+                or the tokens are not those of the mask, with the place.
+            OptionError: `experts` is no number, or `name` or what is in `layers` is no text.
 
         Implements R13.
         """
@@ -319,7 +319,7 @@ class Tape:
         Args:
             name: under which the layers save their indices. None: each layer's only array of integers.
             item: where the indices are in what was saved, as `entries` lists it, if there are more arrays of integers.
-            dtype: of the result.
+            dtype: of the result, as a text or as numpy has it.
 
         Returns:
             A numpy array ``[tokens, layers, top_k]``, or with more axes before the layers where a layer's decision has.
