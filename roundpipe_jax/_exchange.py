@@ -187,7 +187,10 @@ def _cuda_device(offer: Offer) -> Any:
 
 
 def _opened(value: Any) -> tuple[Any, Fault | None]:
-    """An array of an unknown library, by DLPack; in 64 bits, if it has them, for `dtype_for` to decide upon."""
+    """An array of an unknown library, by DLPack; in 64 bits, if it has them, for `dtype_for` to decide upon.
+
+    On the host it goes on as a numpy view, like all others: what `jax.dlpack` gave could be donated.
+    """
     moved = None
     with jax.enable_x64(True):
         try:
@@ -195,10 +198,16 @@ def _opened(value: Any) -> tuple[Any, Fault | None]:
         except ValueError:
             array = jax.dlpack.from_dlpack(value)
             moved = "JAX copied it to read it", "copy it."
+    if array.platform() == "cpu":
+        return np.asarray(array), moved
+    return _on_device(array, moved)  # pragma: no cover - needs a GPU
+
+
+def _on_device(array: Any, moved: Fault | None) -> tuple[Any, Fault | None]:  # pragma: no cover - needs a GPU
     if array.dtype != jax.dtypes.canonicalize_dtype(array.dtype):
         return np.asarray(array), ("its 64 bits are to be narrowed", "convert it first.")
     if array.format.layout.major_to_minor != tuple(range(array.ndim)):
-        moved = moved or ("its elements are not in row-major order", "copy it.")
+        return array, moved or ("its elements are not in row-major order", "copy it.")
     return array, moved
 
 
