@@ -120,7 +120,8 @@ def check(
     Args:
         original: called as `original(weights, *inputs)`; gives the loss, or `(loss, outputs)`.
         port: the same, in the other framework.
-        weights: containers of floating arrays, such as a dict; each side gets them as its own.
+        weights: containers of floating arrays, such as a dict or `dict(model.named_parameters())`; each side gets them
+            as its own.
         inputs: more arguments, arrays or not.
         frameworks: of the two sides. The frontends have to be imported.
         replayed: the port takes the original's decisions; False: each decides itself, and `tapes` has both.
@@ -225,16 +226,21 @@ def _frontend(name: str) -> Frontend:
     return found
 
 
-def _converted(backend: Frontend, values: Any) -> Any:
+def _converted(backend: Frontend, values: Any, given: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
     leaves: list[Any] = []
     spec = flatten(values, leaves, expand)
-    return unflatten(spec, (leaf if backend_of(leaf) is None else backend.adopt(leaf, None) for leaf in leaves))
+    return unflatten(spec, (leaf if backend_of(leaf) is None else backend.adopt(given(leaf), None) for leaf in leaves))
+
+
+def _from_here_on(weight: Any) -> Any:
+    """A weight is differentiated anew on both sides: a parameter of a model may be given as it is."""
+    return weight.detach() if getattr(weight, "requires_grad", False) else weight
 
 
 def _run(
     backend: Frontend, function: Callable[..., Any], weights: Any, inputs: Sequence[Any], tape: Tape | None
 ) -> dict[str, Any]:
-    own = _converted(backend, weights)
+    own = _converted(backend, weights, _from_here_on)
     loss, outputs, gradients = backend.value_and_gradient(function, own, _converted(backend, list(inputs)), tape)
     rows = {"loss": loss}
     for title, tree in (("output", outputs), ("gradient of", gradients)):

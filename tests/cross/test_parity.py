@@ -251,3 +251,17 @@ def test_what_jax_cannot_hold_is_compared_in_torch() -> None:
     for one, two in [(jnp.ones(2), wide), (wide, jnp.ones(2)), (wide.numpy(), np.ones(2)), (wide, wide.tolist())]:
         (row,) = parity.compare({"x": one}, {"x": two}).rows
         assert row.distance == (np.inf if isinstance(two, list) else pytest.approx(1e-12 / np.sqrt(2), rel=1e-3))
+
+
+def test_parameters_of_a_model_are_weights() -> None:
+    model = torch.nn.Linear(3, 2)
+
+    check = parity.check(
+        lambda w, x: (x @ w["weight"].T + w["bias"]).square().sum(),
+        lambda w, x: jnp.square(x @ w["weight"].T + w["bias"]).sum(),
+        dict(model.named_parameters()),
+        [torch.ones(4, 3)],
+    ).raise_if_apart()
+
+    assert [row.name for row in check.rows] == ["loss", "gradient of ['weight']", "gradient of ['bias']"]
+    assert model.weight.grad is None
