@@ -53,7 +53,8 @@ def from_routing(
     shape, flags = (lead, b"\1" * math.prod(lead)) if mask is None else _flags(mask)
     _refuse_other_tokens(lead, lengths, shape, flags)
     aligned = math.prod(lead) == len(flags)
-    refuse_blank(whole, lead, [n for n, flag in enumerate(flags) if flag] if aligned else range(math.prod(lead)))
+    real = [n for n, flag in enumerate(flags) if flag] if aligned else range(math.prod(lead))
+    refuse_blank(whole, lead, real, experts)
     if mask is not None:
         whole, lead = _padded(whole, lead, shape, flags, _fill(padding, experts, math.prod(tail)))
     refuse_outside(whole, lead, experts, dtype, flags.count(1))

@@ -14,7 +14,7 @@ from ._tape import integer_extremes
 
 __all__ = ["refuse_blank", "refuse_outside", "wrong"]
 
-_CHANCE = 4
+_CHANCE = 1e-4
 _LEAVE_OUT = "leave out layers that have no experts, as in routing[:, 1:]; of others, ask the engine for their routing."
 
 
@@ -23,29 +23,34 @@ def wrong(what: str, way_out: str) -> TapeError:
     return TapeError(message(f"the routing has {what}.", [], way_out))
 
 
-def refuse_blank(whole: HostArray, lead: tuple[int, ...], real: Sequence[int]) -> None:
+def refuse_blank(whole: HostArray, lead: tuple[int, ...], real: Sequence[int], experts: int) -> None:
     """Refuse expert 0 for all choices of all layers of one of the `real` tokens, or of all tokens in one layer.
 
-    Of one choice a token nothing can be said: expert 0 is then an expert like another. Nor of fewer zeros than
-    `_CHANCE`, which may be drawn in a test.
+    Of one choice a token nothing can be said: expert 0 is then an expert like another. Nor where routing that was
+    drawn at random, as in a test, would have such zeros with more than `_CHANCE`.
     """
     count_L, *tail = whole.shape[len(lead) :]
-    count_K = math.prod(tail)
+    count_K, count_T = math.prod(tail), len(real)
     data, width = bytes(whole.data), count_K * itemsize_of(whole.dtype)
     if count_K < 2 or bytes(width) not in data:
         return
     each = count_L * width
-    for n in real if count_L * count_K >= _CHANCE else ():
+    for n in real if _is_no_chance(count_T, count_L * count_K, experts) else ():
         if not data[n * each : (n + 1) * each].strip(b"\0"):
             raise wrong(
                 f"nothing but expert 0 at {_spot(n, lead)}, in every layer: zeros where the engine has no record",
                 "a router chooses different experts. Mark the tokens that were routed by mask=, and say by padding= "
                 "what the others get.",
             )
-    for layer in range(count_L if count_L > 1 and len(real) * count_K >= _CHANCE else 0):
+    for layer in range(count_L if count_L > 1 and _is_no_chance(count_L, count_T * count_K, experts) else 0):
         begin = layer * width
         if not any(data[n * each + begin : n * each + begin + width].strip(b"\0") for n in real):
             raise wrong(f"nothing but expert 0 in layer {layer}, for every token", _LEAVE_OUT)
+
+
+def _is_no_chance(tries: int, choices: int, experts: int) -> bool:
+    """Whether, in so many tries, so many choices at random are hardly once all the same expert."""
+    return math.log(tries or 1) - choices * math.log(experts) < math.log(_CHANCE)
 
 
 def refuse_outside(whole: HostArray, lead: tuple[int, ...], experts: int, dtype: str, real: int) -> None:

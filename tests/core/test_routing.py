@@ -466,6 +466,8 @@ def test_zeros_that_may_be_a_choice_are_taken() -> None:
         mask = [n != 1 for n in range(len(given_TLK))]
         assert Tape.from_routing(given_TLK, experts=8, mask=mask, padding=0).entries()
     assert Tape.from_routing(without_record(1)[:, :1], experts=8).entries()
+    few_TLK = without_record(1) % 3  # which a draw has in one of 150
+    assert Tape.from_routing(few_TLK, experts=3).entries()
 
 
 def test_sequences_that_the_engine_padded_to_the_width_of_the_batch() -> None:
