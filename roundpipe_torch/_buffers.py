@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch.jit import ScriptModule
 from torch.nn.modules.batchnorm import _NormBase
 
 from roundpipe_core import MutationError
@@ -161,10 +160,9 @@ class Buffers:
         self.misled = False  # whether the last recompute began with values that it should not have had
 
     @classmethod
-    def among(cls, roots: Iterable[Any]) -> Buffers | None:
-        """Those of the modules among `roots`; None if there are none."""
-        modules = [root for root in roots if isinstance(root, torch.nn.Module)]
-        watched = [_Buffer(*found) for found in _found(modules)] if modules else None
+    def of(cls, modules: list[torch.nn.Module]) -> Buffers | None:
+        """Those of these modules, without what is inside of them; None if there are none."""
+        watched = [_Buffer(*found) for found in _found(modules)]
         return cls(watched) if watched else None
 
     def settle(self, told: bool) -> None:
@@ -175,6 +173,10 @@ class Buffers:
             elif not isinstance(buffer.module, _NormBase):
                 self._same.append(buffer)
         self._watched = []
+
+    def owners(self) -> list[torch.nn.Module]:
+        """The modules of which the forward was seen to change one."""
+        return [buffer.module for buffer in self._changed if buffer.seen]
 
     def moved(self) -> Iterator[Moved]:
         """What the forward has changed so far."""
@@ -348,18 +350,8 @@ def not_misled(buffers: Buffers | None, recompute: Callable[[DrawWatch | None], 
 
 
 def _found(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
-    waiting: list[torch.nn.Module | None] = [*modules]
-    seen = set()
-    while waiting:
-        module = waiting.pop()
-        if module is None or id(module) in seen:
-            continue
-        seen.add(id(module))
-        if isinstance(module, ScriptModule):  # its buffers cannot be swapped
-            continue
-        children, buffers = module._modules, module._buffers
-        if children:
-            waiting += children.values()
+    for module in modules:
+        buffers = module._buffers
         for name, buffer in buffers.items() if buffers else ():
             if buffer is None or buffer.requires_grad:  # one that carries gradient is part of the graph, not state
                 continue

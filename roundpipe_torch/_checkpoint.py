@@ -19,7 +19,7 @@ from ._auto import watching
 from ._before import Before
 from ._contexts import region_of
 from ._decisions import as_decisions
-from ._errors import under_a_transform, wrong_option
+from ._errors import wrong_option
 from ._frames import Frame, Options
 from ._inputs import line_up
 from ._matching import REGION
@@ -28,14 +28,13 @@ from ._reentrant import reentrant
 from ._run import TorchRun
 from ._state import Generators, generators_of
 from ._torchs import innermost
+from ._transforms import batches_around, transformed
 
 __all__ = ["checkpoint", "checkpoint_sequential", "options_from", "run_region"]
 
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 _PLAIN, _WITHOUT_RNG = Options(), Options(preserve_rng_state=False)
 _TO_HOST = Offload()
-_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
-"""How many transforms of torch.func are around what runs; None if there are none."""
 
 
 def checkpoint(
@@ -179,11 +178,8 @@ def run_region(
         return function(*args, **kwargs)  # R2: no backward will come
     if torch.compiler._is_exporting_flag or torch._C._get_tracing_state() is not None:
         return function(*args, **kwargs)  # an exported or traced program has the layer alone
-    if _level() is not None and torch._C._current_graph_task_id() == -1:
-        if isinstance(outer, TorchRun):
-            raise under_a_transform(label_of(options.label or function))
-        return function(*args, **kwargs)  # and so has a transform of torch.func
     phase, slot = open_slot(options.label or function)
+    batches = batches_around(slot.label, use_reentrant and tracked) if transformed() is not None else ()
     if outer is not None or options.auto is not None:
         function = watching(function, options.auto, outer)
     if slot.rows is not None:
@@ -195,7 +191,7 @@ def run_region(
         elif use_reentrant:
             outputs = reentrant(function, args, kwargs, phase, slot, options)
         else:
-            outputs = Frame(function, args, kwargs, slot, options).forward(phase, args, kwargs)
+            outputs = Frame(function, args, kwargs, slot, options, batches).forward(phase, args, kwargs)
     except BaseException:
         before.restore()
         raise

@@ -160,7 +160,7 @@ def tensor_changed(layer: str, tensor: torch.Tensor) -> MutationError:
     return MutationError(
         message(
             f"layer {layer!r}: a tensor needed for gradient computation has been modified by an inplace operation "
-            f"after it was saved: {_described(tensor)}.",
+            f"after it was saved: {described(tensor)}.",
             [],
             "compute out of place what later operations need, and change weights and other tensors after backward; "
             "autograd without checkpointing refuses most of this too.",
@@ -172,7 +172,7 @@ def outside_changed(layer: str, tensor: torch.Tensor, line: str) -> MutationErro
     """A tensor that the layer takes from outside is not what it was, and backward needs what comes of it."""
     return MutationError(
         message(
-            f"layer {layer!r}: a tensor from outside, {_described(tensor)}, has been modified by an inplace operation "
+            f"layer {layer!r}: a tensor from outside, {described(tensor)}, has been modified by an inplace operation "
             "after the forward, and backward needs what the recompute makes of it.",
             [("read at", line)] if line else [],
             "change it after backward, or out of place; or pass it to the layer as an argument; or let the layer keep "
@@ -261,16 +261,15 @@ def decided_under_a_transform(layer: str, what: str) -> OptionError:
     )
 
 
-def under_a_transform(layer: str) -> OptionError:
-    """A region inside a transform of torch.func that is a part of another region: neither could run it again."""
-    return OptionError(
-        message(
-            f"layer {layer!r}: checkpointed inside a torch.func transform (vmap, grad, ...), which is itself inside "
-            "of a checkpointed layer.",
-            [("called at", user_line())],
-            "call the function itself there, or put the transform inside of what is checkpointed.",
-        )
-    )
+def under_a_transform(layer: str, use_reentrant: bool) -> MismatchError:
+    """A region inside of a transform of torch.func that it cannot be in."""
+    if use_reentrant:
+        what = "with use_reentrant=True a layer cannot be checkpointed inside a torch.func transform."
+        way_out = "use the default engine (use_reentrant=False), which works inside torch.func.vmap."
+    else:
+        what = "a layer can be checkpointed inside torch.func.vmap, and inside no other torch.func transform."
+        way_out = "differentiate by torch.autograd.grad or backward() instead, or transform inside of the layer."
+    return MismatchError(message(f"layer {layer!r}: {what}", [("at", user_line())], way_out))
 
 
 def decided_in_compiled_code(layer: str, what: str) -> OptionError:
@@ -374,7 +373,7 @@ def kept_output_changed(layer: str, name: str, place: Place, tensor: torch.Tenso
     return MutationError(
         message(
             f"layer {layer!r}: an output of {name} was changed in place, so the recompute cannot start from it: "
-            f"{_described(tensor)}.",
+            f"{described(tensor)}.",
             [("kept at", where(place))],
             "change it out of place (y = y.relu() instead of y.relu_()), or inside the function that is kept.",
         )
@@ -385,7 +384,7 @@ def argument_written(layer: str, name: str, place: Place, tensor: torch.Tensor) 
     """The function of `keep` changed an argument that the recompute has made again (R6)."""
     return MutationError(
         message(
-            f"layer {layer!r}: {name} changed an argument in place, and is not run again: {_described(tensor)}.",
+            f"layer {layer!r}: {name} changed an argument in place, and is not run again: {described(tensor)}.",
             [("kept at", where(place))],
             "let the function return the new tensor. State that outlives the layer (a buffer, a cache) may be changed.",
         )
@@ -464,7 +463,7 @@ def differentiated_twice(layer: str, name: str, place: Place) -> MismatchError:
     )
 
 
-def _described(tensor: torch.Tensor) -> str:
+def described(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 

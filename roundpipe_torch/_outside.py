@@ -4,19 +4,16 @@ Autograd has what a layer saved of them, as it was. A recompute reads them as th
 when the forward is over, and where one was written to since, the recompute is watched: what it computes from that one
 is not what the forward computed, and backward may not have it.
 
-Modules that train or evaluate, and weights that are frozen, are put back for the recompute as the forward found them.
-
 A layer may go on to write to such a tensor itself, or read it for what backward does not need, or have it within reach
 and leave it alone, as an optimizer that steps in backward counts on. That is no fault.
 """
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -29,57 +26,25 @@ from ._views import version_of
 
 __all__ = ["Outside", "Stale"]
 
-_version, _tracked, _training = map(attrgetter, ("_version", "requires_grad", "training"))
-_Context = contextlib.AbstractContextManager[Any]
+_version = attrgetter("_version")
 _KINDS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class Outside:
-    """The modules and tensors within reach of a call, and how they were when its forward was over."""
+    """The tensors within reach of a call, and their versions when its forward was over."""
 
-    __slots__ = ("_modules", "_tensors", "_tracked", "_training", "_versions")
+    __slots__ = ("_tensors", "_versions")
 
     def __init__(self, roots: Sequence[Any]) -> None:
-        modules, tensors = _within(roots)
-        self._modules, self._training = [*map(weakref.ref, modules)], [*map(_training, modules)]
-        self._tensors, self._tracked = [*map(weakref.ref, tensors)], [*map(_tracked, tensors)]
+        tensors = _within(roots)
+        self._tensors = [*map(weakref.ref, tensors)]
         self._versions = _versions_of(tensors)
 
     def changed(self) -> list[torch.Tensor]:
-        """Tensors that were written to since."""
+        """Those that were written to since."""
         tensors = [reference() for reference in self._tensors]
         pairs = zip(tensors, self._versions, strict=True)
         return [tensor for tensor, version in pairs if tensor is not None and version_of(tensor) != version]
-
-    def restored(self, ambient: _Context | None = None) -> _Context | None:
-        """`ambient`, and in it modules train, and leaves are frozen, as then; just that if they are so now."""
-        modules = zip(self._modules, self._training, strict=True)
-        found = [_Flag(m, "training", then) for ref, then in modules if (m := ref()) is not None and m.training != then]
-        tensors = zip(self._tensors, self._tracked, strict=True)
-        found += [
-            _Flag(tensor, "requires_grad", then)
-            for reference, then in tensors
-            if (tensor := reference()) is not None and tensor.requires_grad != then and tensor.is_leaf
-        ]
-        return _set(found, ambient) if found else ambient
-
-
-class _Flag(NamedTuple):
-    owner: Any
-    name: str
-    then: bool
-
-
-@contextlib.contextmanager
-def _set(flags: list[_Flag], ambient: _Context | None) -> Iterator[None]:
-    try:
-        for owner, name, then in flags:
-            setattr(owner, name, then)
-        with ambient or contextlib.nullcontext():
-            yield
-    finally:
-        for owner, name, then in flags:
-            setattr(owner, name, not then)
 
 
 def _versions_of(tensors: list[torch.Tensor]) -> list[int]:
@@ -89,28 +54,19 @@ def _versions_of(tensors: list[torch.Tensor]) -> list[int]:
         return [*map(version_of, tensors)]
 
 
-def _within(roots: Sequence[Any]) -> tuple[list[torch.nn.Module], list[torch.Tensor]]:
-    """Modules and tensors among `roots`, and in the modules; not their buffers, which are known otherwise."""
-    waiting, seen = [*roots], set()
-    modules: list[torch.nn.Module] = []
-    tensors: list[torch.Tensor] = []
-    while waiting:
-        found = waiting.pop()
-        if found is None or id(found) in seen:
+def _within(roots: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors among `roots`, and in the modules among them; not their buffers, which are known otherwise."""
+    tensors: dict[int, torch.Tensor] = {}
+    for root in roots:
+        if isinstance(root, torch.Tensor):
+            tensors[id(root)] = root
             continue
-        seen.add(id(found))
-        if isinstance(found, torch.Tensor):
-            tensors.append(found)
-            continue
-        modules.append(found)
-        if found._modules:
-            waiting += found._modules.values()
-        if found._parameters:
-            waiting += found._parameters.values()
-        values = vars(found).values()
+        values = vars(root).values()
+        if root._parameters:
+            tensors.update((id(weight), weight) for weight in root._parameters.values() if weight is not None)
         if not _KINDS.isdisjoint(map(type, values)):
-            waiting += [value for value in values if isinstance(value, torch.Tensor)]
-    return modules, tensors
+            tensors.update((id(value), value) for value in values if isinstance(value, torch.Tensor))
+    return [*tensors.values()]
 
 
 class Stale(Watch):  # type: ignore[no-untyped-call]

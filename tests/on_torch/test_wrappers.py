@@ -27,14 +27,12 @@ from torch.distributed.checkpoint.state_dict import (
 
 from roundpipe_torch import (
     MismatchError,
-    OptionError,
     checkpoint,
     doing_recompute,
-    recompute_once,
     remat,
     save_for_recompute,
 )
-from tests.on_torch.oracle import ENGINES, agree, decided, leaf, same
+from tests.on_torch.oracle import agree, decided, leaf, same
 
 T, D, E = 5, 6, 3
 
@@ -284,37 +282,6 @@ def test_exported_and_traced_programs_are_those_of_the_layer(how, grad):
     other = leaf(T, D, seed=3)
     same(program(other), net(other))
     same(*(torch.autograd.grad(model(other).sum(), other) for model in (program, net)))
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # by which torch gets at derivatives for jvp
-@pytest.mark.parametrize("way", ENGINES)
-def test_a_model_under_torch_func_runs_as_if_it_were_not_checkpointed(way) -> None:
-    w, x = leaf(4, 4, grad=False), leaf(3, 4, seed=1, grad=False)
-
-    def scenario(way):
-        def layer(x, w):
-            top = recompute_once(lambda: x.argmax(-1, keepdim=True))
-            return torch.tanh(x @ w) * x.gather(-1, top)
-
-        def loss(w, x):
-            return way(layer, way(layer, x, w), w).sum()
-
-        per_row = torch.func.vmap(torch.func.grad(loss), (None, 0))(w, x)
-        return per_row, torch.func.hessian(loss)(w, x), torch.func.jvp(functools.partial(loss, w), (x,), (x,))
-
-    agree(scenario, way, recomputes=False)
-    tracked = w.clone().requires_grad_()
-    torch.func.vmap(lambda x: way(lambda x: (x @ tracked).sin(), x))(x).sum().backward()
-    assert torch.equal(tracked.grad, torch.autograd.grad((x @ tracked).sin().sum(), tracked)[0])
-
-
-def test_a_region_in_a_transform_in_a_region() -> None:
-    def layer(x):
-        return torch.func.vmap(lambda row: checkpoint(torch.sin, row))(x)
-
-    with pytest.raises(OptionError, match=r"layer 'sin': checkpointed inside a torch.func transform") as caught:
-        checkpoint(layer, leaf(3, 4))
-    assert f"called at: {__file__}:" in str(caught.value)
 
 
 def test_regions_in_regions_whose_gradients_come_in_a_batch() -> None:
