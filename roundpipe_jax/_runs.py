@@ -204,6 +204,8 @@ class JaxRun(Run):
     def update(self, function: Callable[[], Any], called: Any, place: Place) -> None:
         if updated.value:
             return
+        if not self.repeats and not self.on_values and not self.fresh:
+            raise NeedsFreshTraces  # before it is made: a later save or question in an inner trace would come too late
         with jax.named_scope(UPDATE):
             super().update(function, called, place)
 
