@@ -259,13 +259,18 @@ class JaxRun(Run):
         """Start over if JAX's caches would keep what happens here from happening in every call."""
         if self.tags or trace_state() == self.home:
             return
-        if not static:
+        if not static or self._in_a_rule():
             raise NeedsTags(self.journal)
         if self.fresh:
             return
         if self.on_values:
             raise NeedsTags(self.journal, or_fresh=True)
         raise NeedsFreshTraces
+
+    def _in_a_rule(self) -> bool:
+        """Whether a derivative rule is running, on values. It does so in the forward alone, and in no recompute."""
+        home = self.home._trace_ref()
+        return self.on_values and is_running() and all(trace is not home for trace in open_traces())
 
     def _prepared(self, data: Any, key: Key, place: Place | None) -> Any:
         """`data` as the layer shall see it after the save: probed for tangents, and tagged where tags are used."""

@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from roundpipe_core._errors import MismatchError, message
 
-from ._jax import fresh_var, is_custom_vjp, named, replaced, scan_sizes, struct
+from ._jax import fresh_var, is_custom_vjp, is_remat3, named, replaced, scan_sizes, struct
 from ._names import SAVED
 from ._pins import is_pin, pinned
 from ._programs import has_any, subprograms, with_subprograms
@@ -60,15 +60,18 @@ def calls_custom_vjp(jaxpr: Jaxpr) -> bool:
     return has_any(jaxpr, is_custom_vjp)
 
 
-def lead_through_tags(closed: ClosedJaxpr, layer: str, decided: Mapping[str, Any] = _NOTHING) -> ClosedJaxpr:
+def lead_through_tags(
+    closed: ClosedJaxpr, layer: str, decided: Mapping[str, Any] = _NOTHING, divided: bool = False
+) -> ClosedJaxpr:
     """The same program, in which every use of a saved value reads its tag.
 
-    Or reads the array in `decided`, under the name that leads to the tag, if the value was made before.
+    Or reads the array in `decided`, under the name that leads to the tag, if the value was made before. `divided`: it
+    is differentiated already, and about to be divided into forward and recompute.
     """
     closed = ClosedJaxpr(_without_sinks(closed.jaxpr), closed.consts)
     if SAVED not in names_in(closed.jaxpr):
         return closed
-    rewriter = _Rewriter(layer, decided)
+    rewriter = _Rewriter(layer, decided, divided)
     jaxpr, _ = rewriter.program(closed.jaxpr, outermost=True)
     constvars = [*jaxpr.constvars, *rewriter.constants]
     return ClosedJaxpr(replaced(jaxpr, constvars=constvars), [*closed.consts, *rewriter.constants.values()])
@@ -87,8 +90,8 @@ def _without_sinks(jaxpr: Jaxpr) -> Jaxpr:
 
 
 class _Rewriter:
-    def __init__(self, layer: str, decided: Mapping[str, Any]) -> None:
-        self.layer, self.decided = layer, decided
+    def __init__(self, layer: str, decided: Mapping[str, Any], divided: bool) -> None:
+        self.layer, self.decided, self.divided = layer, decided, divided
         self.constants: dict[Var, Any] = {}
 
     def program(self, jaxpr: Jaxpr, outermost: bool = False) -> tuple[Jaxpr, set[int]]:
@@ -136,8 +139,12 @@ class _Rewriter:
             if not any(SAVED in names_in(inner) for inner in subprograms(eqn)):
                 eqns.append(eqn)
                 continue
-            if eqn.primitive.name in _NO_RULE:
-                raise self._refused(eqn)
+            if eqn.primitive.name in _NO_RULE:  # differentiation replaces it by its rule, whose saves count then
+                if is_remat3():
+                    raise self._refused(eqn)
+                eqns.append(eqn)
+                wanted |= set(eqn.outvars) if self.divided else set()  # not differentiated: it is kept as a whole
+                continue
             params, saved = self._params(eqn)
             operands = _operands(eqn, saved)
             wanted |= {operand for operand in operands if isinstance(operand, Var)}
