@@ -97,8 +97,9 @@ class _Rewriter:
     def program(self, jaxpr: Jaxpr, outermost: bool = False) -> tuple[Jaxpr, set[int]]:
         """The program rewritten, and which of its inputs are saved in it."""
         eqns, wanted = self._inner_first(jaxpr)
-        roots = self._roots(eqns)  # saved variable -> the operations that lead from it to its tag
-        for var in wanted:
+        made_by = {var: eqn for eqn in eqns for var in eqn.outvars}
+        roots = self._roots(eqns, made_by)  # saved variable -> the operations that lead from it to its tag
+        for var in wanted | {self._behind_barriers(var, made_by) for var in roots}:
             if not roots.get(var):
                 roots[var] = _fresh_tag(var)
         if not roots:
@@ -161,8 +162,7 @@ class _Rewriter:
 
         return with_subprograms(eqn, rewritten), saved
 
-    def _roots(self, eqns: Sequence[JaxprEqn]) -> dict[Var, list[JaxprEqn]]:
-        made_by = {var: eqn for eqn in eqns for var in eqn.outvars}
+    def _roots(self, eqns: Sequence[JaxprEqn], made_by: Mapping[Any, JaxprEqn]) -> dict[Var, list[JaxprEqn]]:
         roots: dict[Var, list[JaxprEqn]] = {}
         for eqn in eqns:
             if name_of(eqn) != SAVED or isinstance(eqn.invars[0], Literal):
@@ -177,6 +177,18 @@ class _Rewriter:
             known = roots.setdefault(var, [])
             known += [step for step in chain if not any(step is other for other in known)]
         return roots
+
+    def _behind_barriers(self, var: Var, made_by: Mapping[Any, JaxprEqn]) -> Var:
+        """What was saved behind points that the compiler moves nothing across: it is used before them too."""
+        while (eqn := made_by.get(var)) is not None:
+            barrier = eqn.primitive.name == "optimization_barrier"
+            if not barrier and not self._passes_through(eqn):
+                break
+            before = eqn.invars[eqn.outvars.index(var) if barrier else 0]
+            if isinstance(before, Literal):
+                break
+            var = before
+        return var
 
     def _tag(self, var: Var, roots: dict[Var, list[JaxprEqn]], new: dict[Var, Any], out: list[JaxprEqn]) -> None:
         """Put the operations that tag `var` here, where it is made, and let its uses read the last of them."""

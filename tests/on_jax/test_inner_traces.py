@@ -66,6 +66,21 @@ def by_own(draws: Draws, x: Any, w: Any) -> Any:
     return use(x, w, idx)
 
 
+def by_barrier(draws: Draws, x: Any, w: Any) -> Any:
+    """Saves behind a point that the compiler moves nothing across, and goes on with what is before it."""
+    idx = draws.traced(x)
+    behind, w = jax.lax.optimization_barrier((idx, w))
+    save_for_recompute(jax.lax.optimization_barrier(behind))
+    return use(x, w, idx)
+
+
+def by_order(draws: Draws, x: Any, w: Any) -> Any:
+    """In an order that JAX enforces by such points."""
+    overlap: Any = pytest.importorskip("jax.experimental.overlap", reason="since jax 0.11")
+    ordered = overlap.program_order(lambda x, w: by_branch(draws, x, w), enforce=True)
+    return ordered(x, w)
+
+
 def by_value(draws: Draws, x: Any, w: Any) -> Any:
     """One line for both phases."""
     (idx,) = save_for_recompute(draws.traced(x))
@@ -106,7 +121,8 @@ PLACES = [in_scan, in_scan_of_scans, in_jit, in_cond, in_custom_checkpoint]
 @pytest.mark.parametrize(
     ("place", "style", "jit"),
     [(place, style, True) for place in PLACES for style in (by_branch, by_value)]
-    + [(in_scan, by_branch, False), (in_jit, by_value, False)],
+    + [(in_scan, by_branch, False), (in_jit, by_value, False)]
+    + [(place, style, False) for place in (in_scan, in_custom_checkpoint) for style in (by_barrier, by_order)],
 )
 def test_each_decision_is_made_once_and_kept_in_its_place(place: Any, style: Any, jit: bool) -> None:  # R8
     draws = Draws()
