@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from roundpipe_core._errors import MismatchError, OptionError, message
+from roundpipe_core._errors import MismatchError, OptionError, TapeError, message
 from roundpipe_core._phase import Phase, open_slot, thread
 from roundpipe_core._replay import TapedSlot, TapeRun
 from roundpipe_core._slots import Slot, facts_of, label_of, where
@@ -116,6 +116,12 @@ def _clear(slot: Slot) -> None:
     """Let nothing be in the slot, for another attempt to fill it."""
     slot.entries.clear()
     slot.children.clear()
+
+
+def _lose(error: TapeError | None) -> None:
+    """The tape that is recorded lacks a decision, for this reason: an error, should the program go on."""
+    if isinstance(thread.run, TapeRun):
+        thread.run.lost = thread.run.lost or error
 
 
 class Failed:
@@ -588,12 +594,15 @@ class Call:
 
     def _fill_failed(self, slot: Slot, program: Program, found: Forward, journal: Journal | None) -> None:
         """Put into the slot what the layer saved before it failed."""
-        led = self._led(program, found, journal, whole=True)
-        values = dict(zip(sorted(found.names), stop_gradients(led.run(led.consts, self.arrays)), strict=True))
         assert found.marked is not None
-        found.marked.fill(self._emptied(slot, "taped"), values)
-        if isinstance(thread.run, TapeRun):
-            thread.run.lost = thread.run.lost or found.marked.lost(values)
+        filled = self._emptied(slot, "taped")
+        try:
+            led = self._led(program, found, journal, whole=True)
+        except TapeError:  # the layer's own error goes first; this one comes if the program goes on
+            return
+        values = dict(zip(sorted(found.names), stop_gradients(led.run(led.consts, self.arrays)), strict=True))
+        found.marked.fill(filled, values)
+        _lose(found.marked.lost(values))
 
     def _policy_for_tags(self, found: Forward, outer: JaxRun | None) -> Any:
         plan, policy = self.options.offload, with_tags(self.options.policy)
@@ -651,7 +660,6 @@ class Call:
 
     def _with_marks(self, led: Program, found: Forward, marked: MarkedSlot) -> Program:
         """The program, with what is saved among its results."""
-        marked.check(led.jaxpr.jaxpr)
         count = len(led.consts)
 
         def with_marks(*values: Any) -> list[Any]:
@@ -659,7 +667,12 @@ class Call:
             found.names = frozenset(values_of)
             return [*results, *(values_of[name] for name in sorted(values_of))]
 
-        more = stage(with_marks, [*led.consts, *self.arrays]).jaxpr
+        try:
+            marked.check(led.jaxpr.jaxpr)
+            more = stage(with_marks, [*led.consts, *self.arrays]).jaxpr
+        except TapeError as error:
+            _lose(error)
+            raise
         inputs = more.jaxpr.invars
         jaxpr = replaced(more.jaxpr, constvars=[*more.jaxpr.constvars, *inputs[:count]], invars=inputs[count:])
         return led._replace(jaxpr=ClosedJaxpr(jaxpr, [*more.consts, *led.consts]))

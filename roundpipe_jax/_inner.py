@@ -104,15 +104,14 @@ class MarkedSlot(NamedTuple):
                     "give each its own name= or layer_scope, or wrap the function that saves in remat of its own.",
                 )
             )
-        lost = [part for part in self._parts() if part.failed and part.name in sites and part._leaves()]
+        lost = [part for part in self._parts() if part.failed and part.name in sites and part._own_leaves()]
         if lost:
             raise lost[0]._lost()
 
     def lost(self, values: Mapping[str, Any]) -> TapeError | None:
         """An error if one of the regions saved what is not among `values`: it failed, and an inner trace with it."""
         for part in self._parts():
-            saved = [leaf for _, entry in part.entries for leaf in entry.leaves if isinstance(leaf, Marked)]
-            if any(leaf.name not in values for leaf in saved):
+            if any(leaf.name not in values for leaf in part._own_leaves()):
                 return part._lost()
         return None
 
@@ -152,8 +151,11 @@ class MarkedSlot(NamedTuple):
     def _entries(self) -> Iterator[tuple[Any, Entry]]:
         return itertools.chain.from_iterable(part.entries for part in self._parts())
 
+    def _own_leaves(self) -> list[Marked]:
+        return [leaf for _, entry in self.entries for leaf in entry.leaves if isinstance(leaf, Marked)]
+
     def _leaves(self) -> list[Marked]:
-        return [leaf for _, entry in self._entries() for leaf in entry.leaves if isinstance(leaf, Marked)]
+        return [leaf for part in self._parts() for leaf in part._own_leaves()]
 
     def _names(self) -> set[str]:
         return {part.name for part in self._parts()}
