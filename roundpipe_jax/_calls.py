@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from roundpipe_core._errors import MismatchError, OptionError, TapeError, message
 from roundpipe_core._phase import Phase, open_slot, thread
@@ -47,6 +47,7 @@ from ._jax import (
 from ._keep import refuse_on_tape
 from ._offload import Offload, Offloading, check_memory, slot_flags
 from ._packing import Held, Split, Template, in_jax, split
+from ._places import of_error, of_io
 from ._policies import check_matches, with_tags
 from ._refusals import Refusals
 from ._regions import Away, CheckpointLane, ResidualLane
@@ -466,7 +467,7 @@ class Call:
         if program is None:
             program = self._recomputed(shape, saved, template)
             again: Split = program.out[1].value.shape
-            _check_agreement(label_of(self.label), outputs, shape, program.out[0], again)
+            _check_agreement(self.refusals, outputs, shape, program.out[0], again)
             if program.cached:
                 known["recompute"] = program
         found: Recompute = program.out[1].value
@@ -513,7 +514,11 @@ class Call:
             raise MismatchError(
                 message(
                     f"layer {label_of(self.label)!r}: the recompute looks at a value that the forward did not save.",
-                    [("forward", "ran on values"), ("recompute", "is traced, and has only what was saved")],
+                    [
+                        *of_error("looks at", error),
+                        ("forward", "ran on values"),
+                        ("recompute", "is traced, and has only what was saved"),
+                    ],
                     "save the decision, without looking again in the recompute: "
                     "`flag = recompute_once(lambda: bool(condition))`, and branch on that; or look only in the forward "
                     "branch of `if doing_recompute():`, and save there.",
@@ -530,7 +535,7 @@ class Call:
         if lane is None:
             forward = forward and forward.bare()
             options = {"forward": forward, "slots": slots, "barrier": self.barrier, "policy": policy, "away": away}
-            options["unfit"] = functools.partial(_calls_back, label_of(self.label))
+            options["unfit"] = functools.partial(_calls_back, self.refusals, program.jaxpr.jaxpr)
             if self.options.mode == "custom_vjp":
                 lane = ResidualLane(program.pruned().bare(), refusals=self.refusals, **options)
             else:
@@ -568,7 +573,7 @@ class Call:
                 message(
                     f"layer {label_of(self.label)!r}: it saves inside a scan, cond, vmap, while or jitted function, "
                     "and looks at values. It can do one of the two: for the first it is traced as a whole.",
-                    [("looked", str(error).partition("\n")[0])],
+                    [*self.refusals.at, ("looked", str(error).partition("\n")[0]), *of_error("looked at", error)],
                     "wrap the function that saves in remat of its own, instead of the layer around it; or let the "
                     "inner function return the decisions and save them outside of it.",
                 )
@@ -584,7 +589,7 @@ class Call:
         except NotImplementedError as error:
             if not is_about_effects(error):
                 raise
-            raise _calls_back_inside(label_of(self.label)) from error
+            raise _calls_back_inside(self.refusals, program.jaxpr.jaxpr) from error
         if found.marked is not None and outer is None:
             names = sorted(found.names)
             count = len(results) - len(names)
@@ -799,29 +804,30 @@ def _saves_floats(template: Template, saved: Sequence[Any]) -> bool:
     return any(is_float(array) and not sort.kept for array, sort in zip(saved, template.sorts, strict=True))
 
 
-def _calls_back(layer: str) -> MismatchError:
+def _calls_back(layer: Refusals, program: Jaxpr) -> MismatchError:
     return MismatchError(
         message(
-            f"layer {layer!r}: the recompute would run an io_callback again.",
-            [],
+            f"layer {layer.layer!r}: the recompute would run an io_callback again.",
+            [*layer.at, *of_io(program)],
             "save what it returns; call one that returns nothing only if not doing_recompute().",
         )
     )
 
 
-def _calls_back_inside(layer: str) -> MismatchError:
+def _calls_back_inside(layer: Refusals, program: Jaxpr) -> MismatchError:
     return MismatchError(
         message(
-            f"layer {layer!r}: it saves inside a scan, cond, vmap, while or jitted function, and has an io_callback. "
-            "It can do one of the two: for the first it is one jax.checkpoint, which would run the callback again.",
-            [],
+            f"layer {layer.layer!r}: it saves inside a scan, cond, vmap, while or jitted function, and has an "
+            "io_callback. It can do one of the two: for the first it is one jax.checkpoint, which would run the callback "
+            "again.",
+            [*layer.at, *of_io(program)],
             "wrap the function that saves in remat of its own, instead of the layer around it; or call back before "
             "the layer, and pass in the result.",
         )
     )
 
 
-def _check_agreement(layer: str, outputs: Sequence[Any], shape: Split, again: Sequence[Any], other: Split) -> None:
+def _check_agreement(layer: Refusals, outputs: Sequence[Any], shape: Split, again: Sequence[Any], other: Split) -> None:
     """R10: both phases return the same kind of thing."""
     facts: list[tuple[str, str]] = []
     if shape.tree != other.tree or list(shape.array) != list(other.array):
@@ -835,8 +841,8 @@ def _check_agreement(layer: str, outputs: Sequence[Any], shape: Split, again: Se
     if facts:
         raise MismatchError(
             message(
-                f"layer {layer!r}: forward and recompute do not return the same.",
-                facts,
+                f"layer {layer.layer!r}: forward and recompute do not return the same.",
+                [*layer.at, *facts],
                 "let both branches of `if doing_recompute():` compute the same, and save what decides between them.",
             )
         )

@@ -22,6 +22,7 @@ from roundpipe_core._errors import MismatchError, message
 from ._jax import fresh_var, is_custom_vjp, is_remat3, named, replaced, scan_sizes, struct
 from ._names import SAVED
 from ._pins import is_pin, pinned
+from ._places import of_operation
 from ._programs import has_any, subprograms, with_subprograms
 from ._sinks import is_sink, without_sinks
 
@@ -216,7 +217,7 @@ class _Rewriter:
             message(
                 f"layer {self.layer!r}: a save inside {_NO_RULE[eqn.primitive.name]} cannot be kept for the recompute, "
                 "because differentiation replaces that function by its rule.",
-                [("operation", eqn.primitive.name)],
+                [("operation", eqn.primitive.name), *of_operation("called at", eqn)],
                 "make the decision before calling that function, save it there, and pass it in.",
             )
         )
