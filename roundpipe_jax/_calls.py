@@ -818,8 +818,8 @@ def _calls_back_inside(layer: Refusals, program: Jaxpr) -> MismatchError:
     return MismatchError(
         message(
             f"layer {layer.layer!r}: it saves inside a scan, cond, vmap, while or jitted function, and has an "
-            "io_callback. It can do one of the two: for the first it is one jax.checkpoint, which would run the callback "
-            "again.",
+            "io_callback. It can do one of the two: for the first it is one jax.checkpoint, which would run the "
+            "callback again.",
             [*layer.at, *of_io(program)],
             "wrap the function that saves in remat of its own, instead of the layer around it; or call back before "
             "the layer, and pass in the result.",
