@@ -20,8 +20,8 @@ from ._tags import lead_through_tags
 
 __all__ = ["lead_checkpoints"]
 
-_led_programs: weakref.WeakKeyDictionary[Jaxpr, Jaxpr] = weakref.WeakKeyDictionary()
-"""One for each, since JAX's caches know programs by identity."""
+_led_programs: weakref.WeakKeyDictionary[Jaxpr, Jaxpr | None] = weakref.WeakKeyDictionary()
+"""One for each, since JAX's caches know programs by identity. None where nothing is saved: it stays as it is."""
 
 
 def lead_checkpoints() -> None:
@@ -41,9 +41,7 @@ def lead_checkpoints() -> None:
 
 
 def _led(jaxpr: Jaxpr) -> Jaxpr:
-    led = _led_programs.get(jaxpr)
-    if led is None:
+    if jaxpr not in _led_programs:
         led = lead_through_tags(ClosedJaxpr(jaxpr, []), "", divided=True).jaxpr
-        if led is not jaxpr:
-            _led_programs[jaxpr] = led
-    return led
+        _led_programs[jaxpr] = None if led is jaxpr else led
+    return _led_programs[jaxpr] or jaxpr
