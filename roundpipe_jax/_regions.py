@@ -24,7 +24,7 @@ from ._names import KEPT
 from ._offload import back, sent
 from ._policies import with_tags
 from ._refusals import Refusals
-from ._ruled import ruled
+from ._ruled import Batch, Ruling, each_its_own, ruled
 from ._runs import stop_gradients
 from ._staging import Program
 from ._tags import calls_custom_vjp, names_in
@@ -105,15 +105,19 @@ class _Lane:
             raise self.unfit()
         if self.forward is None:
             return
-        forward, args = self.forward, inputs[self.jaxpr_consts :]
+        again, args = self.forward_again, inputs[self.jaxpr_consts :]
         everything = [*forward_consts, *args]
         flags = [*more, *varying[self.jaxpr_consts :]]
         if any(flags):
             first = len(forward_consts)
             jax.eval_shape(
-                lambda values: _differentiate(lambda vs: forward.run(vs[:first], vs[first:]), values, flags),
-                everything,
+                lambda values: _differentiate(lambda vs: again(vs[:first], vs[first:]), values, flags), everything
             )
+
+    def forward_again(self, consts: _Arrays, args: _Arrays) -> list[Any]:
+        """The outputs, and what the forward saves."""
+        assert self.forward is not None
+        return self.forward.run(consts, args)
 
 
 def _differentiate(function: Callable[[list[Any]], list[Any]], values: _Arrays, flags: Sequence[bool]) -> None:
@@ -127,7 +131,14 @@ class CheckpointLane(_Lane):
         beside = is_remat3() or (self.opaque and not all(map(is_differentiated, inputs)))
         if beside and not self.program.calls_back:  # otherwise it could only be refused
             return self._beside(outputs, slot, inputs, forward_consts)
-        return ruled(self._rule)(outputs, slot, inputs, forward_consts)
+        return ruled(self.ruling)(outputs, slot, inputs, forward_consts)
+
+    @property
+    def ruling(self) -> Ruling:
+        """The derivative of the operation."""
+        return Ruling(
+            self._rule, lambda groups: self.recompute(*groups[1:3]), lambda batch: _InBatch(self, batch).ruling
+        )
 
     def _rule(self, primals: Any, tangents: Any) -> tuple[Any, Any]:
         outputs, slot, inputs, consts = primals
@@ -182,33 +193,54 @@ class CheckpointLane(_Lane):
             ]
             return operation(*primals), dots
 
-        operation = ruled(rule)
+        operation = ruled(Ruling(rule, lambda groups: groups[0]))
         return operation(inputs, forward_consts)
 
 
-class _WithRules(CheckpointLane):
+class _Over(CheckpointLane):
+    """A lane that makes something of what another one recomputes."""
+
+    def __init__(self, lane: CheckpointLane) -> None:
+        vars(self).update(vars(lane))
+        vars(self).pop("differentiated", None)
+        self.lane, self._made = lane, {}
+
+
+class _WithRules(_Over):
     """The lane of a recompute in which functions with a `custom_vjp` are replaced by their rules.
 
     That has forward-mode derivatives, as any program has after a first differentiation.
     """
 
     def __init__(self, lane: CheckpointLane) -> None:
-        super().__init__(
-            lane.program,
-            forward=lane.forward,
-            slots=lane.slots,
-            barrier=lane.barrier,
-            policy=lane.policy,
-            unfit=lane.unfit,
-            away=lane.away,
-        )
+        super().__init__(lane)
         self.opaque = False
 
     def recompute(self, slot: _Arrays, inputs: _Arrays) -> list[Any]:
         flags = [is_float(value) for value in inputs]
         chosen = [value for value, flag in zip(inputs, flags, strict=True) if flag]
-        unruled = super().recompute
-        outs, _ = jax.vjp(lambda *chosen: unruled(slot, merged(inputs, flags, chosen)), *chosen)
+        outs, _ = jax.vjp(lambda *chosen: self.lane.recompute(slot, merged(inputs, flags, chosen)), *chosen)
+        return outs
+
+
+class _InBatch(_Over):
+    """The lane of a region that is batched before it is differentiated.
+
+    In this order, as JAX does it for any program: the batch of a derivative need not have a transpose.
+    """
+
+    def __init__(self, lane: CheckpointLane, batch: Batch) -> None:
+        super().__init__(lane)
+        self.batch = batch
+
+    def recompute(self, slot: _Arrays, inputs: _Arrays) -> list[Any]:
+        outs: list[Any] = self.batch.over(self.lane.recompute, (1, 2), self.batch.out)(slot, inputs)
+        return outs
+
+    def forward_again(self, consts: _Arrays, args: _Arrays) -> list[Any]:
+        _, _, inputs, captured = self.batch.axes
+        axes = list(captured), list(inputs[self.jaxpr_consts :])
+        outs: list[Any] = self.batch.vmap(self.lane.forward_again, axes, 0)(consts, args)
         return outs
 
 
@@ -222,7 +254,7 @@ def _tangent_of_the_right(primals: Any, tangents: Any) -> tuple[list[Any], list[
     return _left_value_right_tangent(*primals), [zero_like(right) if isinstance(dot, SymbolicZero) else dot]
 
 
-_left_value_right_tangent = ruled(_tangent_of_the_right)
+_left_value_right_tangent = ruled(Ruling(_tangent_of_the_right, lambda groups: groups[1]))
 
 
 class ResidualLane(_Lane):
@@ -252,7 +284,8 @@ class ResidualLane(_Lane):
             self.check(flags, primals, [c.value for c in consts], [c.perturbed for c in consts])
             bare = [[part.value for part in group] for group in (outputs, slot, inputs, consts)]
             # Not the bare outputs: a second derivative goes through the recompute too, by the other lane.
-            return twice.differentiated(*bare), self.away.sent(bare[1], primals)
+            outs = each_its_own(twice.differentiated(*bare), [*bare[1], *primals])
+            return outs, self.away.sent(bare[1], primals)
 
         def backward(residuals: Any, cotangents: Any) -> tuple[Any, ...]:
             slot, inputs = residuals
