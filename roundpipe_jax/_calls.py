@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from roundpipe_core._errors import MismatchError, OptionError, message
+from roundpipe_core._errors import GradientError, MismatchError, OptionError, message
 from roundpipe_core._phase import Phase, open_slot, thread
 from roundpipe_core._replay import TapedSlot, TapeRun
 from roundpipe_core._slots import Slot, facts_of, label_of, where
@@ -46,7 +46,7 @@ from ._jax import (
 )
 from ._keep import refuse_on_tape
 from ._offload import Offload, Offloading, check_memory, slot_flags
-from ._packing import Held, Split, Template, in_jax, split
+from ._packing import Held, Split, Template, alike, in_jax, split
 from ._policies import check_matches, with_tags
 from ._refusals import Refusals
 from ._regions import Away, CheckpointLane, ResidualLane
@@ -525,6 +525,7 @@ class Call:
             forward = forward and forward.bare()
             options = {"forward": forward, "slots": slots, "barrier": self.barrier, "policy": policy, "away": away}
             options["unfit"] = functools.partial(_calls_back, label_of(self.label))
+            options["not_linear"] = functools.partial(_not_linear, label_of(self.label), self.refusals.at)
             if self.options.mode == "custom_vjp":
                 lane = ResidualLane(program.pruned().bare(), refusals=self.refusals, **options)
             else:
@@ -796,6 +797,16 @@ def _calls_back(layer: str) -> MismatchError:
     )
 
 
+def _not_linear(layer: str, at: Sequence[tuple[str, str]]) -> GradientError:
+    return GradientError(
+        message(
+            f"layer {layer!r}: what it saves depends on the argument of jax.linear_transpose, so it is not linear.",
+            at,
+            "let it decide by other arguments, or decide outside of it and pass in the decision.",
+        )
+    )
+
+
 def _calls_back_inside(layer: str) -> MismatchError:
     return MismatchError(
         message(
@@ -811,7 +822,7 @@ def _calls_back_inside(layer: str) -> MismatchError:
 def _check_agreement(layer: str, outputs: Sequence[Any], shape: Split, again: Sequence[Any], other: Split) -> None:
     """R10: both phases return the same kind of thing."""
     facts: list[tuple[str, str]] = []
-    if shape.tree != other.tree or list(shape.array) != list(other.array):
+    if not alike(shape.tree, other.tree) or list(shape.array) != list(other.array):
         facts = [("forward", f"returned {shape.tree}"), ("recompute", f"returned {other.tree}")]
     for n, (one, two) in enumerate(zip(outputs, again, strict=False)):
         if not facts and (one.shape != two.shape or one.dtype != two.dtype):

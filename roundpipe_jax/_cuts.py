@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching, mlir
 from ._jax import replaced
 from ._programs import has_any, with_subprograms
 
-__all__ = ["transposable"]
+__all__ = ["cut_off", "transposable"]
 
 _cut: Any = Primitive("roundpipe_cut")
 _cut.def_impl(lambda value: value)
@@ -25,6 +25,11 @@ mlir.register_lowering(_cut, lambda context, value: [value])
 ad.primitive_jvps[_cut] = lambda values, dots: (_cut.bind(*values), ad.Zero(jax.typeof(values[0]).to_tangent_aval()))
 ad.primitive_transposes[_cut] = lambda slope, value: [ad.Zero(value.aval)]
 batching.primitive_batchers[_cut] = lambda values, axes: (_cut.bind(*values), *axes)
+
+
+def cut_off(value: Any) -> Any:
+    """`jax.lax.stop_gradient(value)`, for programs that are transposed too."""
+    return _cut.bind(value)
 
 
 def transposable(function: Callable[..., Any], *args: Any) -> Any:

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad
 
-from ._jax import is_differentiated, is_float, is_remat3, jax_checkpoint, optimization_barrier, reverse_only
+from ._jax import is_differentiated, is_float, is_remat3, jax_checkpoint, optimization_barrier, reverse_only, struct
 from ._names import KEPT
 from ._offload import back, sent
 from ._policies import with_tags
@@ -58,7 +59,8 @@ class _Lane:
 
     `program` is the recompute, from (its constants, slot, arguments) to the outputs. `forward` is the forward from
     (its constants, arguments), where what was saved may carry a tangent and that is not yet checked (R5).
-    `unfit` is the error of a program that may not run a second time.
+    `unfit` is the error of a program that may not run a second time, `not_linear` that of a layer that decides by what
+    it should be linear in.
     """
 
     def __init__(
@@ -70,11 +72,12 @@ class _Lane:
         barrier: bool | tuple[bool, ...],
         policy: Any,
         unfit: Callable[[], Exception],
+        not_linear: Callable[[], Exception],
         away: Away = _NOTHING_AWAY,
     ) -> None:
         self.program, self.forward, self.slots = program, forward, slots
         self.away = away
-        self.barrier, self.policy, self.unfit = barrier, policy, unfit
+        self.barrier, self.policy, self.unfit, self.not_linear = barrier, policy, unfit, not_linear
         self.jaxpr_consts = len(program.consts)
         self.opaque = calls_custom_vjp(program.jaxpr.jaxpr)  # then its tangents are good only for being transposed
         self._made: dict[tuple[bool, ...], Callable[..., Any]] = {}
@@ -137,7 +140,10 @@ class CheckpointLane(_Lane):
     def ruling(self) -> Ruling:
         """The derivative of the operation."""
         return Ruling(
-            self._rule, lambda groups: self.recompute(*groups[1:3]), lambda batch: _InBatch(self, batch).ruling
+            self._rule,
+            lambda groups: self.recompute(*groups[1:3]),
+            lambda batch: _InBatch(self, batch).ruling,
+            self._pull,
         )
 
     def _rule(self, primals: Any, tangents: Any) -> tuple[Any, Any]:
@@ -149,6 +155,29 @@ class CheckpointLane(_Lane):
         out_dots = [next(given) if given is not None and is_float(value) else zero_like(value) for value in outputs]
         # Not the bare outputs: their own derivative is the recompute's too.
         return self.differentiated(*primals), out_dots
+
+    def _pull(self, slopes: _Arrays, groups: Sequence[_Arrays]) -> list[list[Any]]:
+        outputs, slot, inputs, consts = groups
+        if any(isinstance(value, ad.UndefinedPrimal) for value in slot):
+            raise self.not_linear()
+        missing = [isinstance(value, ad.UndefinedPrimal) for value in inputs]
+        needed = [is_float(slope) for slope in slopes]
+
+        def of_the_missing(*chosen: Any) -> list[Any]:
+            outs = self.recompute(slot, merged(inputs, missing, chosen))
+            return [out for out, flag in zip(outs, needed, strict=True) if flag]
+
+        kinds = [
+            struct(value.aval.shape, value.aval.dtype) for value in inputs if isinstance(value, ad.UndefinedPrimal)
+        ]
+        pull = jax.linear_transpose(of_the_missing, *kinds)
+        pulled = iter(pull([slope for slope, flag in zip(slopes, needed, strict=True) if flag]))
+        return [
+            [None] * len(outputs),
+            [None] * len(slot),
+            [next(pulled) if flag else None for flag in missing],
+            [None] * len(consts),
+        ]
 
     @functools.cached_property
     def differentiated(self) -> CheckpointLane:
@@ -277,6 +306,7 @@ class ResidualLane(_Lane):
             barrier=bool(self.barrier),
             policy=None,
             unfit=self.unfit,
+            not_linear=self.not_linear,
         )
 
         def forward(outputs: Any, slot: Any, inputs: Any, consts: Any) -> tuple[Any, Any]:

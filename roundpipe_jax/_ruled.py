@@ -56,6 +56,8 @@ class Ruling(NamedTuple):
     """What varies over a batch where the tangents of the first group do; by default they all do."""
     in_batch: Callable[[Batch], Ruling] | None = None
     """The same of batches; by default the rule of each example."""
+    pull: Callable[[Sequence[Any], _Groups], _Groups] | None = None
+    """From slopes of the first group, and groups in which values are missing, to slopes of those values."""
 
 
 def ruled(ruling: Ruling) -> Callable[..., list[Any]]:
@@ -91,6 +93,13 @@ def _differentiated(values: Sequence[Any], dots: Sequence[Any], *, sizes: tuple[
 
 def _marked(value: Any, dot: Any) -> Any:
     return SymbolicZero(jax.typeof(value).to_tangent_aval()) if dot is None else dot
+
+
+def _transposed(slopes: Sequence[Any], *values: Any, sizes: tuple[int, ...], ruling: Ruling) -> list[Any]:
+    if ruling.pull is None:
+        raise NotImplementedError("jax.linear_transpose of a function that is given to keep")
+    instantiated: Any = ad.instantiate_zeros
+    return [*chain(*ruling.pull(list(map(instantiated, slopes)), _grouped(values, sizes)))]
 
 
 def _batched(axis: Any, values: Sequence[Any], axes: Sequence[Any], *, sizes: tuple[int, ...], ruling: Ruling) -> Any:
@@ -179,4 +188,5 @@ For results of a `jax.custom_vjp` function: JAX adds up the slope of one that th
 """
 
 ad.primitive_jvps[_ruled] = _differentiated
+ad.primitive_transposes[_ruled] = _transposed
 batching.fancy_primitive_batchers[_ruled] = _batched
