@@ -29,6 +29,7 @@ from roundpipe_core._slots import Slot, facts_of, label_of, where
 from roundpipe_core._tape import Skeleton
 
 from . import _arguments
+from ._counters import Counters
 from ._explain import note
 from ._identity import codes
 from ._inner import MarkedSlot, Marks, item, run_with
@@ -159,8 +160,10 @@ class Layer(NamedTuple):
     arguments: Split
     label: Any
     kind: int  # the same for calls that likely need the same form
+    counters: Counters  # as the call found them
 
     def apply(self, arrays: Sequence[Any]) -> Any:
+        self.counters.put_back()
         args, kwargs = _arguments.without_static(*self.arguments.join(arrays))
         return self.fun()(*args, **kwargs)
 
@@ -297,7 +300,8 @@ class Call:
             )
         arrays, self.arguments = split((args, kwargs))
         self.arrays = [in_jax(array) for array in arrays]
-        self.layer = Layer(lambda: fun, self.arguments, self.label, self._kind())
+        self.counters = Counters()
+        self.layer = Layer(lambda: fun, self.arguments, self.label, self._kind(), self.counters)
         self.away = self._away(args, kwargs)
         self.barrier = _arguments.barriers(options.prevent_cse, args, kwargs, self.arguments.array)
 
@@ -334,7 +338,7 @@ class Call:
     @functools.cached_property
     def memory(self) -> dict[Hashable, Any] | None:
         """What earlier calls found out about the layer, if it cannot have changed since."""
-        if self.key is None:
+        if self.key is None or self.counters.anybody_draws:
             return None
         return memory(self.fun, trace_state() if any(map(is_abstract, self.arrays)) else None)
 
@@ -477,7 +481,7 @@ class Call:
         if self.options.verify != "off":
             decide = functools.partial(self.layer.decided_again, template)
             label, how = label_of(self.label), self.options.verify
-            with updated(True):
+            with updated(True), self.counters.again():
                 self.layer.begun(lambda: verified(label, how, decide, outputs, shape, saved, template, self.arrays))
         consts = forward.consts if forward is not None else []
         return shape.join(self._in_reverse(lambda: lane(outputs, saved, inputs, consts)))
@@ -502,7 +506,8 @@ class Call:
     def _looking(self, key: Hashable, function: Callable[..., Any], arrays: Sequence[Any]) -> Program:
         """The program of a recompute, which may have looked at values."""
         try:
-            return self._program(key, function, arrays)
+            with self.counters.again():
+                return self._program(key, function, arrays)
         except _LOOKED as error:
             raise MismatchError(
                 message(
@@ -764,7 +769,7 @@ def _replayed_in(skeleton: Skeleton, axes: Sequence[int], layer: Layer, *values:
 def _held_weakly(call: Call, function: Callable[..., Any]) -> Callable[..., Any]:
     fun: Any = weakref.ref(call.fun)
     label, arguments, kind = call.options.label, call.arguments, call.layer.kind
-    return lambda *values: function(Layer(fun, arguments, label or labelled(fun()), kind), *values)
+    return lambda *values: function(Layer(fun, arguments, label or labelled(fun()), kind, Counters()), *values)
 
 
 def labelled(fun: Any) -> Any:

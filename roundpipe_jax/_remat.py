@@ -132,7 +132,7 @@ def _checked(options: Options) -> Options:
 def _wrapped(fun: Any, options: Options) -> Any:
     if not callable(fun):
         raise OptionError(message(f"remat takes a function, not {fun!r}.", [], "pass the layer itself."))
-    if isinstance(fun, type):
+    if isinstance(fun, type) and any("__call__" in vars(base) for base in fun.__mro__):
         raise OptionError(
             message(
                 f"remat takes a function, and {fun.__name__} is a class: a call of it makes a layer, and runs none.",

@@ -1,5 +1,6 @@
 """Every error of the JAX frontend, line by line."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -191,9 +192,9 @@ OPTIONS = {
     ),
     "fun": (lambda: remat(3), ["remat takes a function, not 3.", "  way out: pass the layer itself."]),
     "class": (
-        lambda: remat(Path),
+        lambda: remat(functools.partial),
         [
-            "remat takes a function, and Path is a class: a call of it makes a layer, and runs none.",
+            "remat takes a function, and partial is a class: a call of it makes a layer, and runs none.",
             "  way out: pass an instance or a function; for a class of flax there is flax.linen.remat.",
         ],
     ),
