@@ -20,6 +20,7 @@ __all__ = [
     "compare",
     "expand",
     "frontend",
+    "frontend_listeners",
     "numpys",
     "only_frontend",
     "origin_of",
@@ -145,10 +146,10 @@ class _NumpyArrays:
         return None
 
     def snapshot(self, array: Any) -> Any:
-        return array.copy()
+        return array.copy(order="K")
 
     def restore(self, stored: Any) -> Any:
-        return stored.copy()
+        return stored.copy(order="K")
 
     def nbytes(self, stored: Any) -> int:
         return int(stored.nbytes)
@@ -194,6 +195,8 @@ def _cast(array: Any, dtype: Any) -> Any:
 
 
 _frontends: list[Frontend] = []
+frontend_listeners: list[Callable[[str], None]] = []
+"""Each gets the name of every frontend that is imported after it was put here."""
 outside_saves: list[Callable[[Any], Any]] = []
 """What frontends make of data that is saved where no region runs: another checkpointing may want to know of it."""
 outside_keeps: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = []
@@ -209,6 +212,8 @@ def register_backend(backend: Frontend) -> None:
     """Make the arrays of `backend` known. Called once, when its frontend is imported."""
     global _by_type
     _frontends.append(backend)
+    for tell in frontend_listeners:
+        tell(backend.name)
     _by_type = {}  # a new one: another thread may be about to note in the old one what it found before
 
 

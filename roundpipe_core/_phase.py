@@ -38,6 +38,7 @@ __all__ = [
     "layer_scope",
     "open_slot",
     "recompute_once",
+    "run_finders",
     "save_for_recompute",
     "thread",
     "traced_by",
@@ -209,6 +210,17 @@ class Run:
         count = self.count((self.scope, self.slot.child_name(label_of(label))))
         return self.slot.met(self.scope, label, count, self.taken)
 
+    def open_scope(self, name: str) -> Any:
+        """Begin a scope. Returns what `close_scope` needs."""
+        before = self.scope
+        count = self.count((*before, name))
+        self.scope = (*before, name if count == 0 else f"{name} #{count}")
+        return before
+
+    def close_scope(self, before: Any) -> None:
+        """End the scope whose `open_scope` has returned `before`."""
+        self.scope = before
+
     def count(self, key: tuple[Any, ...]) -> int:
         """How often this run met `key` before."""
         if key in self._uncertain:
@@ -273,6 +285,17 @@ class _Thread(threading.local):
 
 
 thread = _Thread()
+run_finders: list[Callable[[Run | None], Run | None]] = []
+"""A frontend's look for a checkpoint of others that runs this code, inside of the run that it is given."""
+
+
+def _run() -> Run | None:
+    """The run that this code belongs to, one that a frontend has found for it included."""
+    run = thread.run
+    if not _is_traced():
+        for find in run_finders:
+            run = find(run)
+    return run
 
 
 def _forked() -> None:
@@ -361,7 +384,7 @@ def save_for_recompute(*data: Any, name: str | None = None, offload: bool | None
                 "where to keep it is an option of the layer: remat(layer, offload=...).",
             )
         )
-    run = thread.run
+    run = _run()
     if run is None:
         return _handed_over(data)
     if run.phase is Phase.OFF:
@@ -380,7 +403,7 @@ def doing_recompute() -> bool:
     """
     if _is_traced():
         return _traced.doing_recompute()
-    run = thread.run
+    run = _run()
     if run is None:
         return False
     run.told()
@@ -414,7 +437,7 @@ def get_recompute_data(name: str | None = None) -> tuple[Any, ...]:
     if _is_traced():
         return _traced.get_recompute_data(name)
     _check_name(name, "get_recompute_data")
-    run = thread.run
+    run = _run()
     if run is None:
         raise _not_recomputing(_caller(), None)
     return run.get(name, _caller())
@@ -445,7 +468,7 @@ def recompute_once(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
     if _is_traced():
         traced: T = _traced.recompute_once(lambda: function(*args, **kwargs))
         return traced
-    run = thread.run
+    run = _run()
     if run is None or run.phase is Phase.OFF:
         result: T = without_gradient(lambda: function(*args, **kwargs))
         return result if run is not None else _handed_over(result)
@@ -477,7 +500,7 @@ def keep(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
     Implements R6, R7, R8 and R10. Outside a checkpointed layer it just calls `function`.
     """
-    run = thread.run
+    run = _run()
     if run is None:
         return _outside(function)(*args, **kwargs)
     if run.phase is Phase.OFF:
@@ -517,7 +540,7 @@ def update_once(function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -
 
     Implements R7 and R8.
     """
-    run = thread.run
+    run = _run()
     if run is None or run.phase is Phase.OFF:
         without_gradient(lambda: function(*args, **kwargs))
         return
@@ -553,27 +576,25 @@ class layer_scope:  # noqa: N801 - used like a function
                 )
             )
         self._name = name
-        self._open: list[tuple[Run | None, tuple[str, ...]]] = []
+        self._open: list[tuple[Run | None, Any]] = []
 
     def __enter__(self) -> None:
         if _is_traced():
             _traced.enter_scope(self._name)
             return
-        run = thread.run
+        run = _run()
         if run is None or run.phase is Phase.OFF:
             self._open.append((None, ()))
             return
-        self._open.append((run, run.scope))
-        count = run.count((*run.scope, self._name))
-        run.scope = (*run.scope, self._name if count == 0 else f"{self._name} #{count}")
+        self._open.append((run, run.open_scope(self._name)))
 
     def __exit__(self, *exc: object) -> Literal[False]:
         if _is_traced():
             _traced.exit_scope()
             return False
-        run, scope = self._open.pop()
+        run, before = self._open.pop()
         if run is not None:
-            run.scope = scope
+            run.close_scope(before)
         return False
 
 

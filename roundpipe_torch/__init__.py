@@ -35,6 +35,7 @@ from roundpipe_core import (
     save_for_recompute,
     update_once,
 )
+from roundpipe_core._backend import frontend_listeners
 
 from . import _backend as _backend  # makes tensors known to the core
 from ._checkpoint import checkpoint, checkpoint_sequential
@@ -43,7 +44,7 @@ from ._errors import CheckpointMismatchError, CompileError
 from ._exchange import exchange, from_dlpack
 from ._modules import remat
 from ._offload import Offload
-from ._uncompiled import run_uncompiled
+from ._uncompiled import run_others_uncompiled, run_uncompiled
 from ._usage import LayerUsage, Usage, usage
 
 __all__ = [
@@ -91,3 +92,5 @@ __all__ = [
 ]
 
 run_uncompiled("roundpipe_core", "roundpipe_torch")
+run_others_uncompiled("jax")  # if it is imported already
+frontend_listeners.append(run_others_uncompiled)

@@ -18,7 +18,7 @@ from roundpipe_core._host import HostArray
 from roundpipe_core._replay import TapedSlot
 from roundpipe_core._trees import flatten, register_leaf, unflatten
 
-__all__ = ["TorchBackend", "adopted", "without_gradient"]
+__all__ = ["TorchBackend", "adopted", "laid_out", "strides_of", "without_gradient"]
 
 
 def without_gradient(function: Callable[[], Any]) -> Any:
@@ -63,10 +63,14 @@ class TorchBackend:
         )
 
     def snapshot(self, array: torch.Tensor) -> torch.Tensor:
-        return _cloned(array)
+        copy = _cloned(array)
+        if type(copy) is torch.Tensor and copy.layout is torch.strided and copy.stride() != array.stride():
+            copy.__dict__[_STRIDES] = array.stride()  # of a part of a larger tensor
+        return copy
 
     def restore(self, stored: torch.Tensor) -> torch.Tensor:
-        return _cloned(stored)
+        strides = strides_of(stored)
+        return _cloned(stored) if strides is None else laid_out(stored, strides)
 
     def nbytes(self, stored: torch.Tensor) -> int:
         return held(stored).nbytes
@@ -214,6 +218,33 @@ def _cloned(tensor: torch.Tensor) -> torch.Tensor:
         part.clone(), whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
     return copy
+
+
+def strides_of(stored: torch.Tensor) -> tuple[int, ...] | None:
+    """How the tensor lay in memory that `stored` is a copy of, if it was a part of a larger one."""
+    return stored.__dict__.get(_STRIDES)
+
+
+def laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """A copy that lies in memory as the forward's did: compiled code, and the order of a sum, depend on it (R10).
+
+    Not if that would take much more memory than the values: the forward had the rest in use.
+    """
+    plain, shape = tensor, tensor.shape
+    for dim, (stride, size) in enumerate(zip(strides, shape, strict=True)):
+        if stride == 0 and size > 1:
+            plain = plain.narrow(dim, 0, 1)
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(plain.shape, strides, strict=True))
+    if extent > _SPREAD * plain.numel():
+        return _cloned(tensor)
+    return (
+        torch.empty_strided(plain.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(plain).expand(shape)
+    )
+
+
+_STRIDES = "_roundpipe_strides"
+_SPREAD = 128
+"""Times the memory of the values: more than there are experts to one that is chosen."""
 
 
 def held(tensor: torch.Tensor) -> torch.Tensor:

@@ -135,7 +135,7 @@ def exit_scope() -> None:
 def _ruled_from_outside(what: str) -> bool:
     """Split the graph if a run outside of it has a say in what `what` does."""
     run = thread.run  # Dynamo guards on it
-    if run is not None and run.phase is not Phase.OFF:
+    if (run is None and _tracing.in_torchs()) or (run is not None and run.phase is not Phase.OFF):
         _tracing.split(what)
     return False
 

@@ -270,10 +270,10 @@ def saved_inside_torchs(layer: str, place: Place) -> MismatchError:
     """A decision in a part that another checkpoint runs again by itself, where nobody can give it back."""
     return MismatchError(
         message(
-            f"layer {layer!r}: a decision is saved inside torch.utils.checkpoint, whose recompute would decide again.",
+            f"layer {layer!r}: a decision is saved inside a reentrant checkpoint of others, whose recompute would "
+            "decide again.",
             [("saved at", where(place))],
-            "use roundpipe_torch.checkpoint there too, or give torch's the options use_reentrant=False, "
-            "context_fn=roundpipe_torch.recompute_contexts.",
+            "use roundpipe_torch.checkpoint there, or torch.utils.checkpoint with use_reentrant=False.",
         )
     )
 

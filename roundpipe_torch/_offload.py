@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ._backend import TorchBackend
+from ._backend import TorchBackend, laid_out, strides_of
 from ._errors import wrong_option
 from ._views import storage_of, version_of
 
@@ -85,7 +85,7 @@ class Offload:
             return None
         if self.budget is not None and self._usage.bytes + tensor.nbytes > self.budget:
             return None
-        return Shipped(tensor.detach(), mover, self._usage, private)
+        return Shipped(tensor, mover, self._usage, private)
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
@@ -184,14 +184,26 @@ class Here:
 class Shipped:
     """A tensor in host memory."""
 
-    __slots__ = ("__weakref__", "_away", "_back", "_mover", "_probe", "_usage", "_version", "nbytes", "shape")
+    __slots__ = (
+        "__weakref__",
+        "_away",
+        "_back",
+        "_mover",
+        "_probe",
+        "_usage",
+        "_version",
+        "nbytes",
+        "shape",
+        "strides",
+    )
 
     def __init__(self, tensor: torch.Tensor, mover: Mover, usage: _Usage, private: bool) -> None:
         self._mover, self._usage, self.nbytes = mover, usage, 0
         self.shape, size = tensor.shape, tensor.nbytes
+        self.strides = strides_of(tensor)
         usage.bytes += size
         self.nbytes = size
-        self._away = mover.away(tensor)
+        self._away = mover.away(tensor.detach())
         self._back: Any = None
         self._probe = None if private or tensor.is_inference() else _probe(tensor)
         self._version = 0 if self._probe is None else self._probe._version
@@ -236,7 +248,7 @@ class _MovedBackend(TorchBackend):
 
     def restore(self, stored: Any) -> torch.Tensor:
         tensor: torch.Tensor = stored.fetch()
-        return tensor
+        return tensor if stored.strides is None else laid_out(tensor, stored.strides)
 
     def nbytes(self, stored: Any) -> int:
         return int(stored.nbytes)

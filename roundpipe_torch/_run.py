@@ -22,7 +22,7 @@ from ._keep import keep
 from ._matching import Trace, region_codes
 from ._offload import MOVED, Offload, Parcel, Shipped
 from ._state import Generators, equal
-from ._torchs import in_backward_of_others, in_forward_of_others, innermost, is_ours, parts_around
+from ._torchs import in_backward_of_others, in_forward_of_others
 
 __all__ = ["DECIDED", "TorchRun", "is_inside", "is_told", "pack_plainly", "unpack_plainly"]
 
@@ -116,18 +116,10 @@ class TorchRun(Run):
         """Another checkpoint that is to run this part again would not know what is decided here."""
         if self.keeping:
             return
-        hooks = innermost(False)
-        if (
-            (not is_ours(hooks) and self._in_others(hooks))
-            or (not torch.is_grad_enabled() and in_forward_of_others(region_codes))
-            or (torch._C._current_graph_task_id() != -1 and in_backward_of_others())
+        if (not torch.is_grad_enabled() and in_forward_of_others(region_codes)) or (
+            torch._C._current_graph_task_id() != -1 and in_backward_of_others()
         ):
             raise saved_inside_torchs(self.slot.label, place)
-
-    def _in_others(self, hooks: Any) -> bool:
-        """Whether torch's own checkpoint, where `hooks` are the innermost, is between this region and what runs."""
-        around = [*self.around()]
-        return any(part.run() not in around for part in parts_around(hooks, region_codes))
 
     def load(self) -> Parcel:
         """The parcel of this run's region."""

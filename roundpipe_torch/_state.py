@@ -32,6 +32,7 @@ __all__ = [
     "default_generators",
     "equal",
     "generators_of",
+    "generators_on",
     "modules_of",
     "replayed",
     "tensors_of",
@@ -219,6 +220,12 @@ def generators_of(function: Any, arguments: Any) -> tuple[torch.Generator, ...]:
         used |= {t.device.index for t in tensors if t.device.type == _ACCELERATOR.type}
     known = backend.default_generators
     return (*_CPU_ONLY, *(known[index] for index in sorted(used)))
+
+
+def generators_on(devices: Iterable[int]) -> tuple[torch.Generator, ...]:
+    """The CPU's generator and those of these devices of the accelerator."""
+    known = default_generators()[1:]
+    return (*_CPU_ONLY, *(known[0 if len(known) == 1 else index] for index in sorted(set(devices))))
 
 
 def default_generators() -> tuple[torch.Generator, ...]:

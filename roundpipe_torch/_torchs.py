@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch.utils import checkpoint
 
 __all__ = [
+    "LABEL",
     "Part",
     "in_backward_of_others",
     "in_forward_of_others",
@@ -27,6 +29,7 @@ __all__ = [
 innermost: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 """The hooks for saved tensors that are in force, two functions."""
 
+LABEL = "torch.utils.checkpoint"
 _REENTRANT = "CheckpointFunction"
 """What torch, fairscale, DeepSpeed and Megatron call the `autograd.Function` of the kind that keeps no hooks."""
 
@@ -50,12 +53,28 @@ class Part:
     Torch's object for it has what we note of it, which so lives as long.
     """
 
-    __slots__ = ("_notes", "backward")
+    __slots__ = ("_known", "_notes", "backward")
 
     def __init__(self, torchs: Any, backward: Any) -> None:
         self._notes: _Notes = vars(torchs).setdefault("_roundpipe", _Notes())
+        self._known = _closure(torchs.recompute_fn)
         self.backward = backward
         """The one that runs it again; None in its forward."""
+
+    @property
+    def label(self) -> Any:
+        """What it calls."""
+        return self._known.get("fn", LABEL)
+
+    @property
+    def devices(self) -> Sequence[int] | None:
+        """Those whose random numbers it repeats, besides the CPU; None if it does not even repeat the CPU's."""
+        return self._known.get("fwd_devices", ()) if self._known.get("preserve_rng_state") else None
+
+    @property
+    def generators(self) -> Any:
+        """Those of its forward."""
+        return None if self._notes.first is None else self._notes.first.generators
 
     @property
     def slot(self) -> Any:
@@ -92,11 +111,19 @@ def part_of(hooks: Any) -> Part | None:
     """The part that hooks of torch's own checkpoint are for."""
     if not is_torchs(hooks):
         return None
-    pack = inspect.unwrap(hooks[0])
-    known = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))
+    known = _closure(inspect.unwrap(hooks[0]))
     if "frame" in known:
-        return Part(known["frame"].cell_contents, None)
-    return Part(known["target_frame_ref"].cell_contents(), known["gid"].cell_contents)
+        return Part(known["frame"], None)
+    return Part(known["target_frame_ref"](), known["gid"])
+
+
+def _closure(function: Any) -> dict[str, Any]:
+    """The variables of a function's closure that have a value."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):
+            found[name] = cell.cell_contents
+    return found
 
 
 def parts_around(hooks: Any, region: Collection[CodeType]) -> Iterator[Part]:

@@ -17,6 +17,7 @@ from roundpipe_core._slots import Key, Place, is_ours, spoken, where
 
 from ._decided import learn_to_trace
 from ._errors import CompileError
+from ._torchs import innermost, is_torchs
 
 __all__ = [
     "begin",
@@ -24,6 +25,7 @@ __all__ = [
     "enter_scope",
     "exit_scope",
     "in_region",
+    "in_torchs",
     "note_save",
     "refuse",
     "refuse_gradient",
@@ -200,6 +202,24 @@ def refuse(what: str, way_out: str) -> None:
 def refuse_option(what: str, way_out: str) -> None:
     """An option has a value that it does not take."""
     _stop(OptionError, what, way_out)
+
+
+@_at_trace_time
+def in_torchs() -> bool:
+    """Whether torch's own checkpoint, outside of this graph, runs what is traced now. It is a graph for that case."""
+    from torch._dynamo.guards import install_guard
+    from torch._dynamo.source import GlobalStateSource
+
+    install_guard(GlobalStateSource().make_guard(_as_now))
+    return is_torchs(innermost(False))
+
+
+def _as_now(builder: Any, guard: Any) -> None:
+    found = is_torchs(innermost(False))
+    told = f"torch.utils.checkpoint runs it: {found}"
+    builder.guard_manager.root.add_lambda_guard(
+        lambda scope: is_torchs(innermost(False)) == found, [told], guard.user_stack
+    )
 
 
 @_at_trace_time

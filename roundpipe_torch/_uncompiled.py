@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["run_as_it_is", "run_uncompiled"]
+__all__ = ["run_as_it_is", "run_others_uncompiled", "run_uncompiled"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -33,12 +33,29 @@ def run_uncompiled(*packages: str) -> None:
 
     It sees the modules that are loaded. One that is imported on demand calls it again.
     """
-    dynamo: Any = torch._C._dynamo.eval_frame
-    strategy = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT)
+    for code in _codes_in(*packages):
+        _skip(code, _dynamo._FrameAction.DEFAULT)
+
+
+def run_others_uncompiled(frontend: str) -> None:
+    """The same for another frontend, with what it calls: Dynamo trips over tensors in trees of JAX."""
+    for code in _codes_in(f"roundpipe_{frontend}"):
+        if code.co_name != "without_gradient":  # which calls a decision of the user's
+            _skip(code, _dynamo._FrameAction.SKIP)
+
+
+_dynamo: Any = torch._C._dynamo.eval_frame
+
+
+def _skip(code: types.CodeType, called: Any) -> None:
+    """Run a function as it is; `called`: what to do with those that it calls."""
+    _dynamo.set_code_exec_strategy(code, _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, called))
+
+
+def _codes_in(*packages: str) -> Iterator[types.CodeType]:
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in packages:
-            for code in _codes_of(vars(module), name):
-                dynamo.set_code_exec_strategy(code, strategy)
+            yield from _codes_of(vars(module), name)
 
 
 def _codes_of(names: Any, module: str) -> Iterator[types.CodeType]:

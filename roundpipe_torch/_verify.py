@@ -16,6 +16,7 @@ from roundpipe_core._phase import Run, thread
 from roundpipe_core._trees import flatten, paths
 
 from ._backend import differing_rows
+from ._matching import region_codes
 from ._state import Generators
 from ._usage import OUT_OF_MEMORY, found
 
@@ -100,6 +101,9 @@ class Audit:
                 yield Flip(self._slot.label, f"{name} (shape or dtype)", 1, 1, 0)
             elif flip := compare(self._slot.label, name, None, one, other):
                 yield flip
+
+
+region_codes |= {Audit.__init__.__code__}
 
 
 def _drop(tensor: torch.Tensor) -> None:

@@ -22,6 +22,7 @@ from roundpipe_torch import (
     checkpoint,
     checkpoint_sequential,
     doing_recompute,
+    get_recompute_data,
     layer_scope,
     recompute_contexts,
     recompute_once,
@@ -480,3 +481,39 @@ def test_compiled_autograd() -> None:
         assert len(made) == 1
         want = given_decisions(list(made), lambda: step_of(branch, leaf(5, D)))
         assert torch.equal(x.grad, want[1])
+
+
+@pytest.mark.parametrize("style", ["save", "once", "if"])
+@pytest.mark.parametrize("before", [False, True], ids=["", "compiled before"])
+def test_a_compiled_layer_inside_torchs_checkpoint_decides_once(style, before) -> None:
+    made = []
+
+    @torch.compiler.disable
+    def drawn(x):
+        made.append(1)
+        return torch.randn_like(x).argsort(1)[:, :3]
+
+    def layer(x):
+        if style == "once":
+            index = recompute_once(drawn, x.detach())
+        elif style == "save":
+            (index,) = save_for_recompute(torch.randn_like(x.detach()).argsort(1)[:, :3])
+        elif doing_recompute():
+            (index,) = get_recompute_data()
+        else:
+            (index,) = save_for_recompute(torch.randn_like(x.detach()).argsort(1)[:, :3])
+        return x.gather(1, index).sin()
+
+    x = torch.arange(36.0).reshape(6, 6).div(36).requires_grad_()
+    compiled = torch.compile(layer, backend="aot_eager")
+    if before:
+        compiled(x)
+    made.clear()
+    y = torchs(compiled, x, use_reentrant=False, preserve_rng_state=False)
+    y.sum().backward()
+    chosen = torch.isin(x.sin(), y)  # all values differ
+    assert torch.allclose(x.grad, torch.where(chosen, x.cos(), 0))
+    assert len(made) == (style == "once")
+    if before:
+        with torch.no_grad():
+            compiled(x)

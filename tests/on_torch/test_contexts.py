@@ -20,19 +20,27 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from roundpipe_torch import (
+    GradientError,
     MismatchError,
     OptionError,
+    PhaseError,
+    SlotError,
+    VerifyError,
     checkpoint,
     doing_recompute,
     get_recompute_data,
+    keep,
+    layer_scope,
     recompute_contexts,
     recompute_once,
     record,
+    remat,
     replay,
     save_for_recompute,
     update_once,
     usage,
 )
+from roundpipe_torch._torchs import leave  # torch 2.11 leaves its hooks behind where an error is kept
 
 
 def leaf(seed: int = 0) -> torch.Tensor:
@@ -202,44 +210,230 @@ def bare(function, *args, use_reentrant=False):
 
 
 def is_refused(run, loudly) -> None:
-    with pytest.raises(MismatchError, match=r"a decision is saved inside torch\.utils\.checkpoint") as caught:
+    with pytest.raises(MismatchError, match="a decision is saved inside a reentrant checkpoint of others") as caught:
         run()
+    leave(caught.value)
     assert loudly in str(caught.value)
     assert str(caught.value).splitlines()[-1] == (
-        "  way out: use roundpipe_torch.checkpoint there too, or give torch's the options use_reentrant=False, "
-        "context_fn=roundpipe_torch.recompute_contexts."
+        "  way out: use roundpipe_torch.checkpoint there, or torch.utils.checkpoint with use_reentrant=False."
     )
 
 
-def saved_under_others(value):
-    with torch.autograd.graph.save_on_cpu():
-        return save_for_recompute(value)[0]
+class Deciding:
+    """Ways of a decision, which draws from the generator that torch sets back (R7)."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def drawn(self):
+        self.made += 1
+        return torch.rand(6, 6).argsort(1)
+
+    def save(self, x):
+        return save_for_recompute(torch.ones(6, 6, dtype=torch.int64) if doing_recompute() else self.drawn())[0]
+
+    def once(self, x):
+        return recompute_once(self.drawn).gather(1, recompute_once(self.drawn))
+
+    def read(self, x):
+        if not doing_recompute():
+            save_for_recompute(self.drawn())
+            return self.scoped(x)
+        get_recompute_data()
+        return self.scoped(x)
+
+    def scoped(self, x):
+        found = []
+        for name in ("first", "last", "last"):
+            with layer_scope(name):
+                if doing_recompute():
+                    found += get_recompute_data("index")
+                else:
+                    found += save_for_recompute(self.drawn(), name="index")
+        return found[0].gather(1, found[1]).gather(1, found[2])
+
+    def update(self, x):
+        update_once(lambda: self.drawn())
+        return torch.ones(6, 6, dtype=torch.int64)
+
+    def slope(self, x):
+        @recompute_once
+        def index():
+            with torch.enable_grad():
+                y = x.detach().requires_grad_()
+                (y.exp() * torch.rand(6, 6)).sum().backward()
+            self.made += 1
+            return y.grad.argsort(1)
+
+        return index
+
+    def without_gradient(self, x):
+        with torch.no_grad():
+            return self.save(x)
+
+    def under_others(self, x):
+        with torch.autograd.graph.save_on_cpu():
+            return self.save(x)
 
 
-DECISIONS = {
-    "save": lambda: save_for_recompute(3)[0],
-    "once": lambda: recompute_once(lambda: 3),
-    "update": lambda: update_once(lambda: None) or 3,
-    "in no_grad": torch.no_grad()(lambda: save_for_recompute(3)[0]),
-    "under others": lambda: saved_under_others(3),
-}
+WAYS = [name for name in vars(Deciding) if name not in ("drawn", "__init__") and callable(getattr(Deciding, name))]
 
 
-@pytest.mark.parametrize("engine", [checkpoint, second])
-@pytest.mark.parametrize("torchs_own", [bare, functools.partial(bare, use_reentrant=True)])
-@pytest.mark.parametrize("decide", DECISIONS.values(), ids=DECISIONS)
-def test_a_decision_in_a_checkpoint_of_torchs_inside_ours_is_refused_with_the_way_out(
-    decide, torchs_own, engine
-) -> None:
-    def outer(call, x):
-        return call(lambda x: torch.sin(x * decide()), x.exp())
+def steps(way, torchs_own, around, tape=contextlib.nullcontext, **options):
+    """What two calls give, of a part that decides in torch's checkpoint: calls, output, gradient of two backwards."""
+    deciding, x, noise = Deciding(), leaf(), torch.nn.Dropout(0.3)
 
-    is_refused(lambda: engine(outer, torchs_own, leaf()), "outer")
-    for call in (torchs, checkpoint):
+    def part(x):
+        index = getattr(deciding, way)(x)
+        return noise(x).gather(1, index).sin()
+
+    torch.manual_seed(3)
+    with tape() as kept:
+        y = sum(around(lambda x: torchs_own(part, x.exp()) * x, x * n).sum() for n in (1, 2))
+        y.backward(retain_graph=True)
+    y.backward()
+    return deciding.made, y.detach(), x.grad, kept
+
+
+def call(function, *args):
+    return function(*args)
+
+
+def nested(function, *args):
+    return bare(lambda *args: bare(function, *args) * 1, *args)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("around", [call, bare, torchs, checkpoint])
+@pytest.mark.parametrize("torchs_own", [bare, nested])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_decision_in_torchs_checkpoint_is_made_once(way, torchs_own, around, early_stop) -> None:  # R2, R7, R8
+    want = steps(way, call, call)
+    with set_checkpoint_early_stop(early_stop):
+        got = steps(way, torchs_own, around)
+    assert got[0] == want[0]
+    assert all(torch.equal(g, w) for g, w in zip(got[1:3], want[1:3], strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_torchs_checkpoint_leaves_no_trace_on_a_tape(way) -> None:  # R13
+    made, y, grad, plain = steps(way, call, call, record)
+    for torchs_own in (bare, nested):
+        *got, tape = steps(way, torchs_own, call, record)
+        assert [got[0], *map(torch.equal, got[1:], (y, grad))] == [made, True, True]
+        assert [*map(str, tape.entries())] == [*map(str, plain.entries())]
+        for kept in (tape, plain):
+            *again, _ = steps(way, torchs_own, call, functools.partial(replay, kept))
+            *alone, _ = steps(way, call, call, functools.partial(replay, kept))
+            assert again[0] == alone[0]  # updates are made in a replay, decisions are not
+            assert all(torch.equal(g, w) for g, w in zip(again[1:], alone[1:], strict=True))
+
+
+def test_regions_inside_torchs_checkpoint_are_on_a_tape_as_without_it() -> None:  # R13
+    def model(torchs_own, x):
+        return torchs_own(lambda x: checkpoint(Counted(), x) * recompute_once(lambda: 2), x.exp()).sum()
+
+    with record() as inference, torch.no_grad():
+        model(call, leaf())
+    for torchs_own in (bare, nested):
         x, y = leaf(), leaf()
-        engine(outer, call, x).sum().backward()
-        torch.sin(y.exp() * 3).sum().backward()
+        for z, own in ((x, torchs_own), (y, call)):
+            with replay(inference):
+                model(own, z).backward()
         assert torch.equal(x.grad, y.grad)
+
+
+def test_what_torchs_checkpoint_saves_is_not_repeated_where_it_repeats_no_random_numbers() -> None:
+    x, draws = leaf(), []
+
+    def part(x):
+        (index,) = save_for_recompute(torch.rand(6, 6).argsort(1))
+        return x.gather(1, index).sin()
+
+    for again in (False, True):
+        torch.manual_seed(4)
+        y = torch_checkpoint(part, x, use_reentrant=False, preserve_rng_state=False).sum()
+        torch.manual_seed(5)
+        if again:
+            y.backward()
+            torch.rand(6, 6)
+        else:
+            torch.rand(6, 6)
+            torch.rand(6, 6)
+        draws.append(torch.rand(3))
+    assert torch.equal(*draws)  # its recompute draws in vain, as it does without us, and sets nothing back
+
+
+@pytest.mark.parametrize("inner", [call, checkpoint])
+def test_verify_finds_what_flips_in_torchs_checkpoint(inner) -> None:  # R12
+    draws = torch.Generator().manual_seed(0)
+
+    def decide(x):
+        return x * recompute_once(lambda: torch.rand(6, 6, generator=draws))
+
+    layer = remat(lambda x: bare(inner, decide, x.exp()).sin(), verify="raise")
+    with pytest.raises(VerifyError, match=r"slot 'recompute_once.*6 of 6 rows flipped"):
+        layer(leaf()).sum().backward()
+
+
+def test_one_unnamed_save_in_a_part_of_torchs() -> None:  # R4
+    def part(x):
+        save_for_recompute(1)
+        save_for_recompute(2)
+        return x.exp()
+
+    with pytest.raises(SlotError, match="saved twice in one forward") as caught:
+        bare(part, leaf())
+    leave(caught.value)
+    assert "test_one_unnamed_save_in_a_part_of_torchs.<locals>.part" in str(caught.value)
+
+
+def test_gradient_through_a_save_in_torchs_checkpoint_is_refused() -> None:  # R5
+    with pytest.raises(GradientError, match=r"data\[0\] requires grad") as caught:
+        bare(lambda x: save_for_recompute(x.exp())[0], leaf())
+    leave(caught.value)
+
+
+def test_without_gradient_torchs_checkpoint_is_no_region() -> None:  # R2
+    with torch.no_grad():
+        x = leaf()
+        assert bare(lambda x: save_for_recompute(x)[0], x) is x
+        with pytest.raises(PhaseError, match="outside a recompute"):
+            bare(lambda x: x * get_recompute_data()[0], x)
+    with pytest.raises(PhaseError, match="in the forward") as caught:
+        bare(lambda x: x * get_recompute_data()[0], x)
+    leave(caught.value)
+
+
+DECISIONS = {"save": lambda: save_for_recompute(3)[0], "once": lambda: recompute_once(lambda: 3)}
+
+
+@pytest.mark.parametrize("decide", DECISIONS.values(), ids=DECISIONS)
+@pytest.mark.parametrize("around", [call, bare, checkpoint, second])
+def test_a_decision_in_a_reentrant_checkpoint_of_torchs_is_refused_with_the_way_out(decide, around) -> None:
+    reentrant = functools.partial(bare, use_reentrant=True)
+    is_refused(
+        lambda: around(lambda x: reentrant(lambda x: torch.sin(x * decide()), x.exp()), leaf()).sum().backward(),
+        f"saved at: {__file__}:",
+    )
+    assert not doing_recompute()
+
+
+def test_a_reentrant_checkpoint_of_torchs_updates_once_and_knows_its_phase() -> None:  # R1, R8
+    counted, phases = [], []
+
+    def part(x):
+        update_once(counted.append, 1)
+        phases.append(doing_recompute())
+        with layer_scope("noted"):
+            return keep(torch.sin, x)
+
+    bare(part, leaf(), use_reentrant=True).sum().backward()
+    assert (counted, phases) == ([1], [False, True])
+    with pytest.raises(MismatchError, match="inside a reentrant checkpoint of others"):
+        bare(
+            lambda x: x * (get_recompute_data()[0] if doing_recompute() else 1), leaf(), use_reentrant=True
+        ).sum().backward()
 
 
 @pytest.mark.parametrize("engine", [checkpoint, second])

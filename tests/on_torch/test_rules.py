@@ -268,6 +268,53 @@ def test_a_numpy_backed_tensor_is_copied() -> None:
     assert x.grad[:, 1].abs().max() == 0
 
 
+SQUARE = torch.arange(900).reshape(30, 30)
+LAYOUTS = {
+    "whole": SQUARE,
+    "transposed": SQUARE.t(),
+    "columns": SQUARE[:, :3],
+    "steps": SQUARE[::2, ::3],
+    "diagonal": SQUARE.diagonal(),
+    "expanded": SQUARE[:, :1].expand(30, 4),
+    "expanded rows": SQUARE[:1].expand(4, 30),
+    "overlapping": torch.arange(9).unfold(0, 3, 1),
+    "channels last": torch.rand(2, 5, 3, 3).contiguous(memory_format=torch.channels_last)[:, :2],
+    "one row": SQUARE[:1, :3],
+    "none": SQUARE[:0, :3],
+    "scalar": torch.tensor(3),
+    "conjugated": torch.ones(4, 4, dtype=torch.complex64)[:, :2].conj(),
+}
+
+
+@pytest.mark.parametrize("data", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_decision_comes_back_as_it_lay_in_memory(data) -> None:
+    """What compiled code is compiled for, and in which order a sum is taken."""
+    seen = []
+
+    def layer(x):
+        seen.append(save_for_recompute(data)[0])
+        return x.exp()
+
+    checkpoint(layer, torch.ones(1, requires_grad=True)).sum().backward()
+    first, again = seen
+    assert first is data
+    assert again is not data
+    assert torch.equal(first, again)
+    assert first.stride() == again.stride()
+
+
+def test_a_decision_that_lay_too_widely_comes_back_dense() -> None:
+    diagonal, seen = torch.eye(300).diagonal(), []
+
+    def layer(x):
+        seen.append(save_for_recompute(diagonal)[0])
+        return x.exp()
+
+    checkpoint(layer, torch.ones(1, requires_grad=True)).sum().backward()
+    assert torch.equal(*seen)
+    assert seen[1].untyped_storage().nbytes() == diagonal.nbytes
+
+
 def test_what_get_returns_can_be_changed_without_spoiling_the_next_recompute() -> None:
     def layer(x):
         (index,) = save_for_recompute(torch.zeros(2, 1, dtype=torch.int64))
