@@ -24,6 +24,7 @@ from . import _compile
 from ._errors import saved_inside_torchs
 from ._matching import region_codes
 from ._run import TorchRun
+from ._selective import count_by_line
 from ._state import Generators, generators_on
 from ._torchs import LABEL, Part, in_backward_of_others, innermost, is_ours, part_of, parts_around
 
@@ -209,6 +210,7 @@ def _run_here(outer: Run | None) -> Run | None:
     """The run of torch's own checkpoint that this code belongs to; `outer` if there is none."""
     if outer is not None and not isinstance(outer, (TorchRun, TapeRun)):
         return outer
+    count_by_line()
     hooks = innermost(False)
     if hooks is not None:
         return outer if is_ours(hooks) else region_of(hooks, outer) or outer

@@ -45,6 +45,7 @@ from ._matching import Leaf, Pairs, Trace, cheap_tail, match, match_aligned, nod
 from ._offload import Offload, Parcel
 from ._ranks import collectives, keeps_graph, recompute_on_arrival, tell_rank
 from ._run import TorchRun, is_inside, is_told
+from ._selective import count_by_line
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replayed
 from ._torchs import leave
 from ._usage import held
@@ -164,6 +165,8 @@ class Frame:
                 outputs = _call(run, pack, _unpack, self._function, args, kwargs)
             else:
                 with self._options.contexts[0]:
+                    if self._options.auto is not None:
+                        count_by_line()
                     outputs = _call(run, pack, _unpack, self._function, args, kwargs)
         except Exception as error:
             tell_rank(error, self.slot.label)
@@ -460,6 +463,8 @@ class _Recompute:
             copies(buffers, frame.slot, run.knowing),
             watch or _NO_CONTEXT,
         ):
+            if options.auto is not None:
+                count_by_line()
             outputs = _call(run, self._pack, _unpack_recomputed, frame._function, args, kwargs)
         return outputs, audit
 

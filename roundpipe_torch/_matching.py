@@ -42,6 +42,7 @@ __all__ = [
     "Saved",
     "Trace",
     "cheap_tail",
+    "line_of",
     "match",
     "match_aligned",
     "node_count",
@@ -343,9 +344,13 @@ _MOST_LISTED = 40
 
 def _line() -> int:
     """Names the expression that runs now by those that called it, up to the region's own call."""
-    frame: FrameType | None = sys._getframe(5)
+    return line_of(sys._getframe(5), region_codes.__contains__)
+
+
+def line_of(frame: FrameType | None, is_call: Callable[[CodeType], bool]) -> int:
+    """The same for the expression that `frame` is at, up to one whose code `is_call`."""
     name = 0
-    while frame is not None and frame.f_code not in region_codes:
+    while frame is not None and not is_call(frame.f_code):
         code = frame.f_code
         _, positions = _positions.get(id(code)) or _note_positions(code)
         if positions:
@@ -360,9 +365,10 @@ _positions: dict[int, tuple[CodeType, list[Any]]] = {}
 def _note_positions(code: CodeType) -> tuple[CodeType, list[Any]]:
     """Where each instruction stands in the source. Its offset will not do: the interpreter moves it as it adapts.
 
-    Nothing for code of ours, which takes other ways to the same operation in a recompute.
+    Nothing for code of ours, which takes other ways to the same operation in a recompute, nor for modes.
     """
-    noted = _positions[id(code)] = code, [] if is_ours(code.co_filename) else list(code.co_positions())
+    passed = is_ours(code.co_filename) or code.co_name == "__torch_dispatch__"
+    noted = _positions[id(code)] = code, [] if passed else list(code.co_positions())
     return noted
 
 

@@ -47,8 +47,8 @@ def leaf(seed: int = 0) -> torch.Tensor:
     return torch.randn(6, 6, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
-def torchs(function, *args):
-    return torch_checkpoint(function, *args, use_reentrant=False, context_fn=recompute_contexts)
+def torchs(function, *args, context_fn=recompute_contexts):
+    return torch_checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
 
 
 second = functools.partial(checkpoint, use_reentrant=True)
@@ -156,6 +156,86 @@ def test_selective_checkpointing_keeps_what_its_policy_names() -> None:
     _, recomputed = run(checkpoint)
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
     assert kept == plain < recomputed
+
+
+class Routed:
+    """Layers whose routing has products of its own, which a policy keeps too."""
+
+    def __init__(self) -> None:
+        self.routed = 0
+
+    def route(self, x, gate):
+        self.routed += 1
+        return (x @ gate + self.routed * (torch.arange(6.0) % 3)).argsort(-1)[:, :3]
+
+    def once(self, x, w, gate):
+        h = torch.tanh(x @ w) @ w
+        return h.gather(1, recompute_once(self.route, x, gate)).sin() * x.clone()[:, :3]
+
+    def phases(self, x, w, gate):
+        if doing_recompute():
+            (index,) = get_recompute_data()
+        else:
+            with torch.no_grad():
+                (index,) = save_for_recompute(self.route(x, gate))
+        return (torch.tanh(x @ w) @ w).gather(1, index).sin()
+
+    def read_early(self, x, w, gate):
+        recomputing = doing_recompute()
+        if recomputing:
+            (index,) = get_recompute_data()
+        h = torch.tanh(x @ w)
+        if not recomputing:
+            with torch.no_grad():
+                (index,) = save_for_recompute(self.route(h, gate))
+        return (h @ w).gather(1, index).sin()
+
+    def loop(self, x, w, gate):
+        for n in range(3):
+            with layer_scope(f"layer {n}"):
+                h = self.phases(x, w, gate) + self.read_inside(x, w, gate)
+            x = x + torch.cat([h, h], 1) @ w
+        return x
+
+    def read_inside(self, x, w, gate):
+        return checkpoint(self.phases, x @ w, w, gate).clone()
+
+    def auto(self, x, w, gate):
+        index = self.route(x, gate)
+        values, _ = (x @ w).sort(1)
+        return (torch.tanh(values @ w) @ w).gather(1, index).sin() * values.clone()[:, :3]
+
+
+MM, CLONE, SORT = torch.ops.aten.mm.default, torch.ops.aten.clone.default, torch.ops.aten.sort.default
+LAYERS = ["once", "phases", "read_early", "loop", "read_inside", "auto"]
+
+
+@pytest.mark.parametrize("kept", [(MM,), (MM, CLONE, SORT), None], ids=["products", "more", "all"])
+@pytest.mark.parametrize("torchs_own", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_policy_keeps_the_operations_of_each_line(name, torchs_own, kept) -> None:  # R10
+    def policy(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if kept is None or op in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    if name == "auto" and torchs_own:
+        return
+    selective = functools.partial(create_selective_checkpoint_contexts, policy)
+
+    def step(way):
+        layers, (x, w, gate) = Routed(), map(leaf, range(3))
+        with FlopCounterMode(display=False) as counter:
+            y = way(getattr(layers, name), x, w, gate)
+            y.square().sum().backward()
+        return layers.routed, y.detach(), x.grad, w.grad, counter.get_total_flops()
+
+    def ours(layer, *args):
+        return remat(layer, context_fn=selective, auto=name == "auto")(*args)
+
+    made, *want, flops = step(call)
+    again, *got, total = step(functools.partial(torchs, context_fn=selective) if torchs_own else ours)
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+    assert again == made or name == "auto"  # which makes its decisions again but for those operations
+    assert total == flops or name in ("loop", "read_inside")  # regions inside have no policy
 
 
 def test_a_context_that_swallows_the_forwards_exception_is_told() -> None:
