@@ -25,7 +25,7 @@ def rows(found: Results) -> list[Row]:
             lambda way: "oracle" if way.name == ORACLE else error(way.loss_difference),
         ),
         Row("routing decisions per layer and step", _decisions),
-        Row(f"of {found.tokens} tokens, routed otherwise in backward", _flips),
+        Row(f"of {found.tokens} tokens, routed differently in backward", _flips),
         Row("most in one layer and step", lambda way: "0" if way.flipped is None else str(_most(way))),
         Row("steps in which that happened", lambda way: f"{way.flipped_steps or 0:.0%}"),
         Row("bytes of the saved decision, per layer", lambda way: size(way.bytes_saved)),
@@ -82,11 +82,11 @@ def lead(found: Results) -> str:
     assert found.jax is not None
     steps = len(found.jax.ways[0].losses)
     cause = (
-        "It can route otherwise all the same. XLA keeps more precision inside a fusion than the type asks for: the "
+        "It can route differently all the same. XLA keeps more precision inside a fusion than the type asks for: the "
         "forward's router sees numbers that were not yet rounded to bfloat16, while the recompute starts from the "
         "layer's rounded input. Scores that almost tie then change places."
         if found.options["precision"] == "bfloat16"
-        else "In bfloat16 it can route otherwise all the same; in float32 there is no rounding for XLA to leave out."
+        else "In bfloat16 it can route differently all the same; in float32 there is no rounding for XLA to leave out."
     )
     fewer = f" instead of {found.options['steps']}, since compiling takes much of the time" * (
         steps < found.options["steps"]

@@ -6,7 +6,7 @@ section 2.1.2). So a layer that is simply run a second time chooses with other b
 moves them once more.
 
 Every shape here is static, as in large systems: an expert has room for C tokens. A second run that routes
-otherwise therefore meets no shape that does not fit. It is silently another function.
+differently therefore meets no shape that does not fit. It is silently another function.
 
 Letters in names are axes, see `Sizes`; R = E * C are the rows of all experts together.
 """
@@ -40,15 +40,17 @@ class MoE(nn.Module):
         self.bias_E: Tensor
         self.register_buffer("bias_E", torch.zeros(E))
         self.on_decision: Callable[[Plan], None] = _nobody_listens
+        self.remembers = True  # False: as a layer is written that knows nothing of this library
 
     def forward(self, x_TD: Tensor) -> Tensor:
         scores_TE = torch.sigmoid(x_TD @ self.gate_DE)  # in both phases: the gate learns through them
-        if doing_recompute():
+        if self.remembers and doing_recompute():
             plan = get_recompute_data()
         else:
             plan = self.route(scores_TE.detach())
-            save_for_recompute(*plan)
             self.on_decision(plan)
+            if self.remembers:
+                save_for_recompute(*plan)
         return self.run_experts(x_TD, scores_TE, *plan)
 
     @torch.no_grad()

@@ -42,7 +42,7 @@ def rows(found: Results) -> list[Row]:
         Row("parameters and biases, largest deviation at the end", lambda way: _versus(way, way.parameter_difference)),
         Row("identical to the oracle, bit for bit", lambda way: _verdict(way)),
         Row("routing decisions per layer and step", _decisions),
-        Row(f"of {found.tokens} tokens, routed otherwise in backward", _flips),
+        Row(f"of {found.tokens} tokens, routed differently in backward", _flips),
         Row("bytes held per layer after forward", lambda way: size(round(np.mean(way.bytes_held)))),
         Row("of these the saved decision", lambda way: size(way.bytes_saved)),
         Row("step time, relative", lambda way: f"{way.time_ratio:.2f}"),

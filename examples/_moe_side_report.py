@@ -18,7 +18,7 @@ def rows(found: Results) -> list[Row]:
         Row("gradient, largest distance", lambda way: error(max(way.gradient_distances))),
         Row("weights after step 1, relative distance", lambda way: error(way.weight_distances[0])),
         Row("weights after the last step", lambda way: error(way.weight_distances[-1])),
-        Row("first step with a token routed otherwise", lambda way: str(way.departs() or "none")),
+        Row("first step with a token routed differently", lambda way: str(way.departs() or "none")),
         Row(f"of {found.tokens} tokens per layer, the most in a step", lambda way: str(np.max(way.flipped))),
         Row("in the last step, layer by layer", lambda way: " ".join(map(str, way.flipped[-1]))),
     ]
@@ -86,7 +86,7 @@ def plots() -> list[Plot]:
         ),
         Plot(
             "side_map",
-            "Tokens routed otherwise than in PyTorch, in the last step",
+            "Tokens routed differently than in PyTorch, in the last step",
             "Each column is a token of the batch, each row a layer of the run that decides itself.",
             _map,
             wide=True,
@@ -100,7 +100,7 @@ def plots() -> list[Plot]:
         ),
         Plot(
             "side_flips",
-            "Tokens routed otherwise than in PyTorch",
+            "Tokens routed differently than in PyTorch",
             "Deciding itself, the layers on top of each other. Along the bottom, in blue: replaying.",
             _flips,
         ),

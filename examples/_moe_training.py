@@ -29,6 +29,7 @@ def _as_it_is(block: Block, label: str) -> Callable[[Tensor], Tensor]:
 
 
 def _torchs(block: Block, label: str) -> Callable[[Tensor], Tensor]:
+    block.moe.remembers = False  # torch's checkpoint would remember for it, too
     return partial(torchs_checkpoint, block, use_reentrant=False)
 
 

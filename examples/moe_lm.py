@@ -2,10 +2,10 @@
 """Train a small mixture-of-experts language model in several ways, and see which of them train the same model.
 
     none     without checkpointing: the oracle
-    torch    torch.utils.checkpoint
+    torch    torch.utils.checkpoint, around layers that save nothing
     jax      jax.checkpoint
     ours     remat of roundpipe_torch and roundpipe_jax: the recompute takes the routing that the forward saved
-    verify   the same in PyTorch with verify="warn", which also says what a plain recompute would have routed otherwise
+    verify   the same in PyTorch with verify="warn", which also says what a plain recompute would route differently
 
 All start from the same weights, see the same text and, in a framework, draw the same random numbers. At last both
 frameworks train side by side: JAX once deciding itself, and once replaying the tape that PyTorch records in each step.

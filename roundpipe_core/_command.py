@@ -45,9 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from . import __version__ as version
+
     parser = argparse.ArgumentParser(
         prog="python -m roundpipe_core", description="Look into tapes; examine the installation."
     )
+    parser.add_argument("--version", action="version", version=f"roundpipe {version}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     show = commands.add_parser("show", help="list what a tape holds")
     show.add_argument("tape", metavar="TAPE")

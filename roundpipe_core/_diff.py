@@ -11,7 +11,7 @@ from typing import Any
 from ._backend import backend_of, compare, to_host
 from ._host import HostArray, integers_of, itemsize_of, kind_of
 from ._slots import Key
-from ._tape import ONCE, Decision, Region, Tape, described
+from ._tape import ONCE, Decision, Region, Tape, described, not_a_tape
 from ._trees import paths
 
 __all__ = ["Difference", "TapeDiff", "diff"]
@@ -99,10 +99,16 @@ def diff(a: Tape, b: Tape) -> TapeDiff:
 
     Returns:
         Each array and value of the tapes compared. The result is true if the tapes differ.
+
+    Raises:
+        OptionError: one of the two is no Tape.
     """
+    for tape in (a, b):
+        if not isinstance(tape, Tape):
+            raise not_a_tape("diff", tape)
     return TapeDiff(
         entry
-        for order, (path, key, one, other) in enumerate(_pairs(a.root, b.root, ()))
+        for order, (path, key, one, other) in enumerate(_pairs(a.whole(), b.whole(), ()))
         for entry in _compared("/".join(path), order, key, one, other)
     )
 

@@ -60,8 +60,8 @@ class Importer(Protocol):
     name: str
     spoken: str
 
-    def open(self, value: Any) -> Any:
-        """A view of an array of an unknown library, in a framework that `producer_of` knows."""
+    def open(self, value: Any) -> tuple[Any, Fault | None]:
+        """An array of an unknown library in a framework that `producer_of` knows, and why it has other memory."""
 
     def fault(self) -> Fault | None:
         """Why nothing can be taken in here and now."""
@@ -92,7 +92,7 @@ def exchange(importer: Importer, value: Any, copy: CopyPolicy) -> tuple[Any, Exc
                 f"choose one of {', '.join(map(repr, _POLICIES))}.",
             )
         )
-    producer, source, value = _recognised(importer, value)
+    producer, source, value, moved = _recognised(importer, value)
     refuse = _refusal(importer, lambda: said(producer, source, value))
     fault = importer.fault() or producer.fault(value)
     if fault:
@@ -101,7 +101,7 @@ def exchange(importer: Importer, value: Any, copy: CopyPolicy) -> tuple[Any, Exc
     dtype = importer.dtype_for(offer)
     if dtype is None:
         raise refuse((f"{importer.spoken} has no dtype {offer.dtype}", producer.dtype_way_out(offer.dtype)))
-    array, shared, reason = _taken(importer, offer, dtype, copy, refuse)
+    array, shared, reason = _taken(importer, offer, dtype, copy, refuse, moved)
     new_dtype, shape, _ = importer.describe(array)
     if (new_dtype, shape) != (dtype, offer.shape):
         raise refuse(
@@ -120,11 +120,16 @@ def is_foreign(importer: Importer, value: Any) -> bool:
 
 
 def _taken(
-    importer: Importer, offer: Offer, dtype: str, copy: CopyPolicy, refuse: Callable[[Fault], ExchangeError]
+    importer: Importer,
+    offer: Offer,
+    dtype: str,
+    copy: CopyPolicy,
+    refuse: Callable[[Fault], ExchangeError],
+    moved: Fault | None,
 ) -> tuple[Any, bool, str]:
     if copy == "snapshot":
         return importer.copy(offer, dtype, refuse), False, "a snapshot was asked for"
-    obstacle = _obstacle(importer, offer, dtype)
+    obstacle = moved or _obstacle(importer, offer, dtype)
     if obstacle is None:
         array = importer.share(offer)
         if offer.nbytes == 0:
@@ -150,21 +155,21 @@ def _obstacle(importer: Importer, offer: Offer, dtype: str) -> Fault | None:
     return importer.obstacle(offer) or offer.obstacle()
 
 
-def _recognised(importer: Importer, value: Any) -> tuple[Producer, str, Any]:
+def _recognised(importer: Importer, value: Any) -> tuple[Producer, str, Any, Fault | None]:
     producer = producer_of(value)
     if producer is not None:
-        return producer, producer.name, value
+        return producer, producer.name, value, None
     library = type(value).__module__.partition(".")[0]
     if not _speaks_dlpack(value):
-        raise _refusal(importer, lambda: _article(type(value).__name__))(
+        raise _refusal(importer, lambda: _article(_full_name(type(value))))(
             (
                 "it is not an array",
-                "pass the array itself, of torch, JAX, numpy or another library with __dlpack__; "
-                "a capsule, a storage or a list does not tell enough.",
+                "pass the array itself, of torch, JAX, numpy or another library with __dlpack__; a capsule or a "
+                "storage does not tell enough. Of a number or a list, numpy.asarray makes one.",
             )
         )
     try:
-        view = importer.open(value)
+        view, moved = importer.open(value)
     except MemoryError:
         raise
     except Exception as error:  # whatever a foreign library raises
@@ -177,7 +182,7 @@ def _recognised(importer: Importer, value: Any) -> tuple[Producer, str, Any]:
     known = producer_of(view)
     if known is None:
         raise TypeError(f"{importer.name} opened {type(value).__name__} as {type(view).__name__}")
-    return known, library, view
+    return known, library, view, moved
 
 
 def _speaks_dlpack(value: Any) -> bool:
@@ -190,6 +195,10 @@ def _refusal(importer: Importer, what: Callable[[], str]) -> Callable[[Fault], E
         return ExchangeError(message(headline, [("called at", where(place_outside()))], fault[1]))
 
     return refuse
+
+
+def _full_name(kind: type) -> str:
+    return kind.__name__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__name__}"
 
 
 def _article(name: str) -> str:

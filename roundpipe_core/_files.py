@@ -9,13 +9,13 @@ import secrets
 import stat
 import threading
 from collections.abc import Iterator
-from io import FileIO
+from io import BytesIO, FileIO
 
 from ._errors import TapeError, message
 
 __all__ = ["Path", "opened", "read_at", "read_exactly", "replacing", "write_all"]
 
-Path = str | os.PathLike[str]
+Path = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 _PART = 1 << 30  # no system takes more than 2 GiB in one call
 _seeking = threading.Lock()
 
@@ -32,7 +32,7 @@ def opened(path: Path) -> FileIO:
         raise
 
 
-def read_exactly(file: FileIO, size: int) -> bytes:
+def read_exactly(file: FileIO | BytesIO, size: int) -> bytes:
     """The next `size` bytes; fewer only where the file ends."""
     whole = file.read(min(size, _PART))
     if len(whole) == size:
@@ -57,7 +57,7 @@ def read_at(file: FileIO, begin: int, size: int) -> bytes:
     return whole
 
 
-def write_all(file: FileIO, data: memoryview | bytes) -> None:
+def write_all(file: FileIO | BytesIO, data: memoryview | bytes) -> None:
     """Write `data`, in as many steps as the system needs."""
     rest = memoryview(data).cast("B")
     while rest.nbytes:
@@ -70,14 +70,17 @@ def replacing(path: Path) -> Iterator[FileIO]:
     """A new file that takes the place of `path` once the block has ended well and all is on the disk.
 
     A crash in between leaves what was there. A link stays a link; the mode and, where allowed, the owner of an old
-    file stay as they were.
+    file stay as they were. What the system refuses names `path`: of the file that is written first nobody has heard.
     """
-    target = os.path.realpath(path)
+    name = os.fsdecode(path)
+    if not name:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+    target = os.path.realpath(name)
     before = _status(target)
     if before is not None:
         _refuse_irregular(path, before)
         if not os.access(target, os.W_OK):
-            raise PermissionError(errno.EACCES, "the file may not be written", os.fspath(path))
+            raise PermissionError(errno.EACCES, "the file may not be written", name)
     temporary = os.path.join(os.path.dirname(target), f".tape-{secrets.token_hex(8)}.tmp")
     try:
         with FileIO(temporary, "xb") as file:
@@ -86,9 +89,11 @@ def replacing(path: Path) -> Iterator[FileIO]:
             yield file
             os.fsync(file.fileno())
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+        if isinstance(error, OSError) and error.errno is not None:
+            raise OSError(error.errno, error.strerror, name) from error
         raise
     _sync_folder(os.path.dirname(target))
 
@@ -121,4 +126,4 @@ def _refuse_irregular(path: Path, status: os.stat_result) -> None:
         return
     kinds = [(stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket")]
     kind = next((name for test, name in kinds if test(status.st_mode)), "a device")
-    raise TapeError(message(f"{os.fspath(path)}: {kind}, not a file.", [], "give the path of a regular file."))
+    raise TapeError(message(f"{os.fsdecode(path)}: {kind}, not a file.", [], "give the path of a regular file."))

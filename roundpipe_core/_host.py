@@ -71,6 +71,13 @@ class HostArray:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __reduce__(self) -> Any:
+        return _of_bytes, (self.dtype, self.shape, bytes(self.data), self.origin)
+
+
+def _of_bytes(dtype: str, shape: tuple[int, ...], data: bytes, origin: str) -> HostArray:
+    return HostArray(dtype, shape, memoryview(data), origin)
+
 
 def integers_of(array: HostArray) -> memoryview:
     """The elements of an array of integers, one after the other."""

@@ -248,10 +248,16 @@ class NumpyArrays:
     def fault(self, value: Any) -> Fault | None:
         if isinstance(value, sys.modules["numpy"].ma.MaskedArray):
             return "it has a mask, which would be lost", "use .filled(...), or hand over .data and .mask."
+        if value.dtype.names == ("float0",):
+            return "it is a float0, JAX's gradient of what has none", "leave it out; torch has None in its place."
         return None
 
     def dtype_way_out(self, dtype: str) -> str:
-        return "convert it first, for instance .astype('float32'); a record is handed over field by field."
+        if dtype.startswith("void"):
+            return "hand over a record field by field."
+        if dtype.startswith(("float", "complex", "int", "uint")):
+            return "convert it first, for instance .astype('float32')."
+        return "hand over numbers; of texts and objects, their places in a list of them."
 
     def offer(self, value: Any) -> Offer:
         numpy = sys.modules["numpy"]

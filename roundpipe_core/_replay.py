@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import itertools
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -25,7 +26,7 @@ from ._backend import (
     origin_of,
     tape_guards,
 )
-from ._errors import OptionError, PhaseError, TapeError, message
+from ._errors import PhaseError, TapeError, message
 from ._host import HostArray, kind_of
 from ._phase import Phase, Run, thread
 from ._slots import NOTHING, AutoLabel, Entry, Place, Slot, Taken, label_of, row_counts, spoken, where
@@ -39,6 +40,7 @@ from ._tape import (
     check_range,
     described,
     no_decision,
+    not_a_tape,
     number_of_experts,
     portable,
     refuse_outside,
@@ -276,13 +278,7 @@ class replay(_Block):  # noqa: N801 - used like a function
     def __init__(self, tape: Tape, *, below: int | dict[str, int] | None = None) -> None:
         super().__init__()
         if not isinstance(tape, Tape):
-            raise OptionError(
-                message(
-                    f"replay takes a Tape, not {type(tape).__name__}.",
-                    [],
-                    "make one by `with record() as tape:`, Tape.load(path) or Tape.from_routing(routing).",
-                )
-            )
+            raise not_a_tape("replay", tape)
         self._tape = tape
         self._below = _limits(below)
 
@@ -474,6 +470,13 @@ class TapedSlot(Slot):
         )
 
 
+_SAME = "replay it with the inputs and the model it was recorded from."
+_SHAPE = (
+    "make the tape in the shape of the layer: for one that joins batch and length, from_routing takes the mask as "
+    "mask.flatten(), the routing as [tokens, layers, top_k]."
+)
+
+
 class TapedEntry(Entry):
     """A decision of a tape, handed to layers of any framework."""
 
@@ -517,7 +520,8 @@ class TapedEntry(Entry):
         for n, (leaf, mine) in enumerate(zip(self.leaves, own, strict=True)):
             (dtype, shape), (wanted, like) = described(leaf), described(mine)
             if shape != like:
-                raise self._unfit(n, f"shape {list(shape)}, where the layer decides {list(like)}")
+                what = f"shape {list(shape)}, where the layer decides {list(like)}"
+                raise self._unfit(n, what, _SHAPE if math.prod(shape) == math.prod(like) else _SAME)
             if kind_of(dtype) != kind_of(wanted):
                 raise self._unfit(n, f"{dtype}, where the layer decides {wanted}")
 
@@ -528,13 +532,13 @@ class TapedEntry(Entry):
                 rows = ", ".join(map(str, sorted(now)[:8]))
                 raise self._unfit(n, f"{shape[0]} rows, as an input had; now inputs have {rows}")
 
-    def _unfit(self, n: int, what: str) -> TapeError:
+    def _unfit(self, n: int, what: str, way_out: str = _SAME) -> TapeError:
         item = list(paths(self.spec))[n] if self.leaves else ""
         return TapeError(
             message(
                 f"the tape does not fit layer {self._layer!r}, {spoken(self.decision.key)}, item {item}: {what}.",
                 [("saved at", where(self.place))] if self.decision.place else [],
-                "replay it with the inputs and the model it was recorded from.",
+                way_out,
             )
         )
 

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import importlib
 import math
+import operator
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ._backend import backend_of, to_host
 from ._errors import OptionError, TapeError, message
-from ._host import HostArray, integers_of, itemsize_of, kind_of
+from ._host import DTYPES, HostArray, integers_of, itemsize_of, kind_of
 from ._replay import numbered
 from ._slots import row_counts, spoken
-from ._tape import AUTO, ONCE, OUTSIDE, Decision, Region, Tape, integer_extremes, number_of_experts
+from ._tape import AUTO, ONCE, OUTSIDE, Decision, Region, Tape, at_layer, integer_extremes, number_of_experts
 from ._trees import flatten, paths
+from ._unrouted import refuse_blank, refuse_outside, wrong
 
 __all__ = ["from_routing", "to_routing"]
 
@@ -35,20 +37,27 @@ def from_routing(
     layers: Sequence[str] | None,
     name: str | None,
     mask: Any,
-    padding: int | Sequence[int] | None,
+    padding: Any,
     regions: bool,
 ) -> Tape:
     """See `Tape.from_routing`."""
     experts = number_of_experts("experts", experts)
+    _refuse_no_texts(layers, name)
     lengths, whole = _tokens(routing)
+    dtype = whole.dtype
     lead, count_L, tail = _axes(whole, lengths)
     if layers is not None and len(layers) != count_L:
-        raise _wrong(f"{count_L} layers, and {len(layers)} labels", "label each layer that routes, and no other.")
+        raise wrong(f"{count_L} layers, and {len(layers)} labels", "label each layer that routes, and no other.")
     if _bounds(whole.dtype)[1] < experts - 1:
         whole = _cast(whole, _holding(-1, experts - 1))  # padding may go to any of them
+    shape, flags = (lead, b"\1" * math.prod(lead)) if mask is None else _flags(mask)
+    _refuse_other_tokens(lead, lengths, shape, flags)
+    aligned = math.prod(lead) == len(flags)
+    real = [n for n, flag in enumerate(flags) if flag] if aligned else range(math.prod(lead))
+    refuse_blank(whole, lead, real, experts)
     if mask is not None:
-        whole, lead = _padded(whole, lead, lengths, _flags(mask), _fill(padding, experts, math.prod(tail)))
-    _refuse_outside(whole, lead, experts)
+        whole, lead = _padded(whole, lead, shape, flags, _fill(padding, experts, math.prod(tail)))
+    refuse_outside(whole, lead, experts, dtype, flags.count(1))
     whole = _narrowed(whole, experts)
     root = Region(OUTSIDE, given=False)
     for n, array in enumerate(_by_layer(whole, lead, tail)):
@@ -56,6 +65,16 @@ def from_routing(
         decision.checked = True
         _place(root, decision, n, None if layers is None else layers[n], regions, lead)
     return Tape(root)
+
+
+def _refuse_no_texts(layers: Any, name: Any) -> None:
+    if not (name is None or isinstance(name, str)):
+        raise OptionError(message(f"name={name!r} is no name of a save.", [], "give a text, or leave it out."))
+    if layers is None:
+        return
+    if isinstance(layers, Sequence) and not isinstance(layers, str) and all(isinstance(one, str) for one in layers):
+        return
+    raise OptionError(message(f"layers={layers!r} is no list of labels.", [], "give a list of texts, or leave it out."))
 
 
 def _data(array: HostArray, name: str | None) -> tuple[Any, list[Any]]:
@@ -80,10 +99,11 @@ def _place(root: Region, decision: Decision, n: int, label: str | None, regions:
 
 def _tokens(routing: Any) -> tuple[list[int] | None, HostArray]:
     """The routing in one piece, and how long each sequence is where they came one by one."""
-    if isinstance(routing, (list, tuple)) and routing and all(backend_of(part) for part in routing):
+    if isinstance(routing, (list, tuple)) and any(backend_of(part) for part in routing):
+        _refuse_other_parts(routing)
         parts = [_integers(part) for part in routing]
         if len({part.shape[1:] for part in parts}) != 1 or not parts[0].shape:
-            raise _wrong(
+            raise wrong(
                 f"sequences of shapes {', '.join(str(list(part.shape)) for part in parts[:6])}",
                 "give each as [tokens, layers, top_k].",
             )
@@ -96,11 +116,30 @@ def _tokens(routing: Any) -> tuple[list[int] | None, HostArray]:
     return None, _integers(routing)
 
 
+def _refuse_other_parts(routing: Sequence[Any]) -> None:
+    for n, part in enumerate(routing):
+        if backend_of(part) is None:
+            raise wrong(
+                f"{type(part).__name__} in place of sequence {n}",
+                "give an array for each; a sequence that the engine has no routing of cannot be replayed.",
+            )
+
+
 def _integers(routing: Any) -> HostArray:
-    host = to_host(routing) if backend_of(routing) else _of_lists(routing)
+    host = _host(routing)
     if kind_of(host.dtype) != "integer":
-        raise _wrong(f"{host.dtype}, not integers", "give the indices of experts.")
+        raise wrong(f"{host.dtype}, not integers", "give the indices of experts.")
     return host
+
+
+def _host(given: Any) -> HostArray:
+    backend = backend_of(given)
+    if backend is None:
+        return _of_lists(given)
+    dtype = backend.described(given)[0]
+    if dtype not in DTYPES:
+        raise wrong(f"{dtype}, not integers", "give the indices of experts, of several sequences as a list of arrays.")
+    return backend.to_host(given)
 
 
 def _of_lists(values: Any) -> HostArray:
@@ -117,10 +156,10 @@ def _flattened(values: Any, flat: list[int]) -> tuple[int, ...]:
         flat.append(int(values))
         return ()
     if not isinstance(values, (list, tuple)):
-        raise _wrong(f"{type(values).__name__} among its numbers", "give an array of integers, or lists of integers.")
+        raise wrong(f"{type(values).__name__} among its numbers", "give an array of integers, or lists of integers.")
     shapes = {_flattened(value, flat) for value in values}
     if len(shapes) > 1:
-        raise _wrong("lists of several lengths", "give a list of arrays, one a sequence, with the mask of the batch.")
+        raise wrong("lists of several lengths", "give a list of arrays, one a sequence, with the mask of the batch.")
     return (len(values), *next(iter(shapes), ()))
 
 
@@ -128,20 +167,20 @@ def _axes(whole: HostArray, lengths: list[int] | None) -> tuple[tuple[int, ...],
     """The axes of tokens, the number of layers, the axis of choices."""
     shape = whole.shape
     if 0 in shape[1:]:
-        raise _wrong(f"the shape {list(shape)}", "give at least one layer, and one choice.")
+        raise wrong(f"the shape {list(shape)}", "give at least one layer, and one choice.")
     if len(shape) == 4 and lengths is None:
         return shape[:2], shape[2], shape[3:]
     if len(shape) in (2, 3):
         return shape[:1], shape[1], shape[2:]
-    raise _wrong(f"the shape {list(shape)}", "give [tokens, layers, top_k] or [batch, length, layers, top_k].")
+    raise wrong(f"the shape {list(shape)}", "give [tokens, layers, top_k] or [batch, length, layers, top_k].")
 
 
 def _flags(mask: Any) -> tuple[tuple[int, ...], bytes]:
     """The shape of a mask, and a byte 0 or 1 for each place."""
-    host = to_host(mask) if backend_of(mask) else _of_lists(mask)
+    host = _host(mask)
     values = bytes(host.data) if host.dtype == "bool" else integers_of(host).tolist() if _is_integer(host) else None
     if values is None or not {0, 1}.issuperset(values) or len(host.shape) not in (1, 2):
-        raise _wrong(
+        raise wrong(
             f"a mask of {host.dtype}{list(host.shape)}",
             "give a mask [batch, length] or [tokens] that is True, or 1, where there is a token.",
         )
@@ -152,43 +191,61 @@ def _is_integer(host: HostArray) -> bool:
     return kind_of(host.dtype) == "integer"
 
 
-def _fill(padding: int | Sequence[int] | None, experts: int, count_K: int) -> list[int] | None:
+def _fill(padding: Any, experts: int, count_K: int) -> list[int] | None:
     if padding is None:
         return None
-    if not isinstance(padding, int):
-        chosen = list(padding)
+    try:
+        first = operator.index(padding)
+    except TypeError:  # one for each choice
+        chosen = _indices(padding)
     else:
-        chosen = [(padding + k) % experts for k in range(count_K)] if 0 <= padding < experts else []
-    if len(chosen) != count_K or not all(type(p) is int and 0 <= p < experts for p in chosen):
-        raise _wrong(
+        chosen = [(first + k) % experts for k in range(count_K)] if 0 <= first < experts else []
+    if len(chosen) != count_K or isinstance(padding, bool) or not all(0 <= p < experts for p in chosen):
+        raise wrong(
             f"padding={padding!r}, with {experts} experts and {count_K} choices",
             "give the first of the experts that padding shall go to, or one for each choice.",
         )
     return chosen
 
 
-def _padded(
-    whole: HostArray,
-    lead: tuple[int, ...],
-    lengths: list[int] | None,
-    mask: tuple[tuple[int, ...], bytes],
-    fill: list[int] | None,
-) -> tuple[HostArray, tuple[int, ...]]:
-    """The routing of the whole batch: each token's at its place, `fill` elsewhere."""
-    shape, flags = mask
+def _indices(given: Any) -> list[int]:
+    try:
+        return [operator.index(one) for one in given]
+    except TypeError:
+        return []
+
+
+def _refuse_other_tokens(
+    lead: tuple[int, ...], lengths: list[int] | None, shape: tuple[int, ...], flags: bytes
+) -> None:
     given, marked = math.prod(lead), flags.count(1)
-    if lengths is not None and len(shape) == 2 and len(lengths) == shape[0]:
+    if lengths is not None and len(shape) == 2 and len(lengths) == shape[0] and given != len(flags):
         _refuse_other_rows(lengths, shape[1], flags)
     if given not in (marked, len(flags)) or (len(lead) == 2 and given == len(flags) and lead != shape):
-        raise _wrong(
+        raise wrong(
             f"{given} tokens, {list(lead)}, where the mask {list(shape)} has {marked} of {len(flags)}",
-            "give the tokens that the mask marks, in their order, or one for each place of the mask.",
+            _LAST_TOKEN
+            if given == marked - (shape[0] if len(shape) == 2 else 1)
+            else "give the tokens that the mask marks, in their order, or one for each place of the mask.",
         )
+
+
+_LAST_TOKEN = (
+    "an engine has no routing for the last token that it generated, which no layer of its has seen: leave that token "
+    "out of the mask, and out of the loss."
+)
+
+
+def _padded(
+    whole: HostArray, lead: tuple[int, ...], shape: tuple[int, ...], flags: bytes, fill: list[int] | None
+) -> tuple[HostArray, tuple[int, ...]]:
+    """The routing of the whole batch: each token's at its place, `fill` elsewhere."""
+    given, marked = math.prod(lead), flags.count(1)
     each = whole.shape[len(lead) :]
     if marked == len(flags):
         return HostArray(whole.dtype, (*shape, *each), whole.data, ORIGIN), shape
     if fill is None:
-        raise _wrong(
+        raise wrong(
             f"nothing for {len(flags) - marked} places of padding",
             "say which experts padding goes to, as in padding=0, and leave it out of the loss.",
         )
@@ -209,28 +266,13 @@ def _refuse_other_rows(lengths: list[int], width: int, flags: bytes) -> None:
     for n, length in enumerate(lengths):
         marked = flags[n * width : (n + 1) * width].count(1)
         if marked != length:
-            raise _wrong(
+            raise wrong(
                 f"{length} tokens in sequence {n}, where row {n} of the mask has {marked}",
-                "give the sequences in the order of the rows; those packed into fewer rows, joined into one array.",
+                _LAST_TOKEN if length == marked - 1 else _ORDER,
             )
 
 
-def _refuse_outside(whole: HostArray, lead: tuple[int, ...], experts: int) -> None:
-    extremes = integer_extremes(whole)
-    if not extremes or 0 <= extremes[0] <= extremes[1] < experts:
-        return
-    each = math.prod(whole.shape[len(lead) :])
-    at, value = next((n, v) for n, v in enumerate(integers_of(whole)) if not 0 <= v < experts)
-    count_K = math.prod(whole.shape[len(lead) + 1 :])
-    token, layer = at // each, at % each // count_K
-    spot = f"token {token}" if len(lead) == 1 else f"row {token // lead[1]}, token {token % lead[1]}"
-    if value < 0:
-        raise _wrong(
-            f"{value} at {spot}, layer {layer}: not routed, and as an index it would be the last expert",
-            "mark the tokens that are real by mask=, and say by padding= what the others get; "
-            "of a token that is real, ask the engine for its routing.",
-        )
-    raise _wrong(f"expert {value} of {experts} at {spot}, layer {layer}", "give the number of experts of the model.")
+_ORDER = "give the sequences in the order of the rows; those packed into fewer rows, joined into one array."
 
 
 def _by_layer(whole: HostArray, lead: tuple[int, ...], tail: tuple[int, ...]) -> Iterator[HostArray]:
@@ -245,9 +287,10 @@ def _by_layer(whole: HostArray, lead: tuple[int, ...], tail: tuple[int, ...]) ->
 # ------------------------------------------------------------------------------------------ tape to routing
 
 
-def to_routing(tape: Tape, *, name: str | None, item: str | None, dtype: str) -> Any:
+def to_routing(tape: Tape, *, name: str | None, item: str | None, dtype: Any) -> Any:
     """See `Tape.to_routing`."""
-    if dtype not in NARROW:
+    named = str(getattr(dtype, "__name__", dtype)).rpartition(".")[2]  # of a dtype of numpy or torch
+    if named not in NARROW:
         raise OptionError(message(f"dtype={dtype!r} is none for routing.", [], f"one of {', '.join(NARROW)}."))
     found = list(_decided(tape, name, item))
     if not found:
@@ -274,8 +317,8 @@ def to_routing(tape: Tape, *, name: str | None, item: str | None, dtype: str) ->
         numpy = importlib.import_module("numpy")
     except ImportError:
         raise TapeError(message("routing is given as a numpy array.", [], "install numpy.")) from None
-    hosts = [_fitting(host, dtype, layer) for layer, host in found]
-    arrays = [numpy.frombuffer(host.data, dtype).reshape(shape) for host in hosts]
+    hosts = [_fitting(host, named, layer) for layer, host in found]
+    arrays = [numpy.frombuffer(host.data, named).reshape(shape) for host in hosts]
     return numpy.stack(arrays, axis=-2 if len(shape) > 1 else -1)
 
 
@@ -299,7 +342,7 @@ def _decided(tape: Tape, name: str | None, item: str | None) -> Iterator[tuple[s
             names = [f"{spoken(decision.key)}, item {spot}" for _, spot, _ in held]
             raise TapeError(
                 message(
-                    f"layer {layer!r} has more than one array of integers.",
+                    f"{at_layer(layer)} has more than one array of integers.",
                     [("such as", name) for name in names[:6]],
                     "name the save by name= and the item by item=, as tape.entries() lists them.",
                 )
@@ -329,7 +372,7 @@ def _fitting(host: HostArray, dtype: str, layer: str) -> HostArray:
         if not low <= extremes[0] <= extremes[1] <= high:
             raise TapeError(
                 message(
-                    f"layer {layer!r}: experts from {extremes[0]} to {extremes[1]}, which {dtype} cannot hold.",
+                    f"{at_layer(layer)}: experts from {extremes[0]} to {extremes[1]}, which {dtype} cannot hold.",
                     [],
                     'give a wider dtype, such as dtype="int32".',
                 )
@@ -351,7 +394,7 @@ def _holding(low: int, high: int) -> str:
         least, most = _bounds(dtype)
         if least <= low <= high <= most:
             return dtype
-    raise _wrong(f"integers from {low} to {high}", "give the indices of experts.")
+    raise wrong(f"integers from {low} to {high}", "give the indices of experts.")
 
 
 def _narrowed(whole: HostArray, experts: int) -> HostArray:
@@ -377,7 +420,3 @@ def _extend_sign(into: bytearray, old: int, new: int) -> None:
     signs = into[old - 1 :: new].translate(bytes(128) + b"\xff" * 128)
     for byte in range(old, new):
         into[byte::new] = signs
-
-
-def _wrong(what: str, way_out: str) -> TapeError:
-    return TapeError(message(f"the routing has {what}.", [], way_out))

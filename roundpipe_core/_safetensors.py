@@ -11,10 +11,9 @@ import collections
 import itertools
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping
-from io import FileIO
+from io import BytesIO, FileIO
 from typing import Any, NamedTuple
 
 from ._files import read_exactly
@@ -34,7 +33,13 @@ ITEMSIZE = {code: size for code, size, _, _ in DTYPES.values() if code}
 
 
 class FaultError(ValueError):
-    """What is wrong with a file, for a reader who knows its name."""
+    """What is wrong with a file, for a reader who knows its name, and the way out."""
+
+    def __init__(
+        self, fault: str, way_out: str = "write it again with Tape.save; if it was copied, copy it again."
+    ) -> None:
+        super().__init__(fault)
+        self.way_out = way_out
 
 
 class Held(NamedTuple):
@@ -59,9 +64,8 @@ def table(texts: Mapping[str, str], arrays: Iterable[tuple[str, str, tuple[int, 
     return len(text).to_bytes(8, "little") + text
 
 
-def read_header(file: FileIO) -> tuple[dict[str, str], dict[str, Held], int]:
-    """The texts and the arrays of a file, and where the bytes begin."""
-    size = os.fstat(file.fileno()).st_size
+def read_header(file: FileIO | BytesIO, size: int) -> tuple[dict[str, str], dict[str, Held], int]:
+    """The texts and the arrays of a file of `size` bytes, and where the bytes of the arrays begin."""
     start = read_exactly(file, 8)
     if len(start) < 8:
         raise FaultError(f"{size} bytes are too few for any tape")

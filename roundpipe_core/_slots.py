@@ -155,6 +155,10 @@ class Slot:
         """The layer's name, for messages and reports."""
         return label_of(self._label)
 
+    def let_go(self) -> None:
+        """Hold the layer no more, only its name."""
+        self._label = self.label
+
     def begun(self, scope: tuple[str, ...], label: Any) -> Slot:
         """The slot of a region that the forward starts inside this one."""
         slot = Slot(label)

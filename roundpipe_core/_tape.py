@@ -6,6 +6,7 @@ saved. It shares the arrays of the slots it was recorded from, and copies nothin
 
 from __future__ import annotations
 
+import copy
 import json
 import operator
 import os
@@ -20,7 +21,18 @@ from ._host import kind_of
 from ._slots import Entry, Key, Place, Slot, spoken
 from ._trees import Node, Spec, paths
 
-__all__ = ["Decision", "Region", "Skeleton", "Tape", "TapeEntry", "check_range", "portable", "taken_from"]
+__all__ = [
+    "Decision",
+    "Region",
+    "Skeleton",
+    "Tape",
+    "TapeEntry",
+    "at_layer",
+    "check_range",
+    "not_a_tape",
+    "portable",
+    "taken_from",
+]
 
 ONCE = "recompute_once("  # names begin so where a frontend saved by itself, and not a tuple of arguments
 AUTO = "auto "
@@ -104,17 +116,41 @@ class Tape:
     __slots__ = ("_owned", "recording", "root")
 
     def __init__(self, root: Region | None = None) -> None:
+        if not isinstance(root, Region | None):
+            raise not_a_tape("Tape", root)
         self.root = root or Region(OUTSIDE, given=False)
         self.recording = False  # what it will hold is known when the block ends
         self._owned: dict[Any, Any] = {}  # what frontends have made of it, such as copies of its arrays
 
     def __repr__(self) -> str:
+        if self.recording:
+            return "<Tape that is still being recorded>"
         regions = sum(1 for _ in self.root.walk()) - 1
         return f"<Tape of {regions} regions, {sum(1 for _ in self.decisions())} decisions, {self.nbytes()} bytes>"
 
+    def __reduce__(self) -> Any:
+        """For another process: what `save` writes, not the objects of this one."""
+        from ._tapefile import dumped, loaded
+
+        return loaded, (dumped(self),)
+
+    def __copy__(self) -> Tape:
+        return self.mapped(lambda leaf: leaf, checked=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tape:
+        return self.mapped(lambda leaf: copy.deepcopy(leaf, memo), checked=True)
+
+    def whole(self) -> Region:
+        """All of it, which is known when the block of `record` has ended."""
+        if self.recording:
+            raise TapeError(
+                message("the tape is still being recorded.", [], "use it after the block of `with record()`.")
+            )
+        return self.root
+
     def decisions(self) -> Iterator[tuple[str, int, Decision]]:
         """Each save with the labels around it and its region's number."""
-        for order, (path, region) in enumerate(self.root.walk()):
+        for order, (path, region) in enumerate(self.whole().walk()):
             for decision in region.decisions:
                 yield "/".join(path), order - 1, decision
 
@@ -192,10 +228,6 @@ class Tape:
         """
         from ._tapefile import save
 
-        if self.recording:
-            raise TapeError(
-                message("the tape is still being recorded.", [], "save it after the block of `with record()`.")
-            )
         save(self, path)
 
     @classmethod
@@ -264,9 +296,9 @@ class Tape:
             of its own when a layer asks for them.
 
         Raises:
-            TapeError: a token that is real was not routed (-1), an expert does not exist, or the tokens are not those
-                of the mask, with the place.
-            OptionError: `experts` is no number.
+            TapeError: a token that is real was not routed (-1, or zeros for all its choices), an expert does not exist,
+                or the tokens are not those of the mask, with the place.
+            OptionError: `experts` is no number, or `name` or what is in `layers` is no text.
 
         Implements R13.
         """
@@ -287,7 +319,7 @@ class Tape:
         Args:
             name: under which the layers save their indices. None: each layer's only array of integers.
             item: where the indices are in what was saved, as `entries` lists it, if there are more arrays of integers.
-            dtype: of the result.
+            dtype: of the result, as a text or as numpy has it.
 
         Returns:
             A numpy array ``[tokens, layers, top_k]``, or with more axes before the layers where a layer's decision has.
@@ -312,11 +344,11 @@ class Tape:
         """The arrays, in order, and all that is not an array. `which` tells what counts as one."""
         arrays: list[Any] = []
         which = which or (lambda leaf: backend_of(leaf) is not None)
-        return arrays, Skeleton(_mapped(self.root, lambda leaf: _taken(leaf, arrays, which), checked=True))
+        return arrays, Skeleton(_mapped(self.whole(), lambda leaf: _taken(leaf, arrays, which), checked=True))
 
     def mapped(self, change: Callable[[Any], Any], *, checked: bool = False) -> Tape:
         """A tape with `change` of each array and value. `checked` tells that ranges checked in this one are kept."""
-        return Tape(_mapped(self.root, change, checked))
+        return Tape(_mapped(self.whole(), change, checked))
 
 
 class Skeleton:
@@ -456,10 +488,26 @@ def _decision(key: Key, entry: Entry) -> Decision:
 # ------------------------------------------------------------------------------------------- what is in it
 
 
+def at_layer(layer: str) -> str:
+    """The place of a decision, for a message."""
+    return f"layer {layer!r}" if layer else OUTSIDE
+
+
 def described(leaf: Any) -> tuple[str, tuple[int, ...]]:
     """Dtype and shape of an array; the type of anything else."""
     backend = backend_of(leaf)
     return (type(leaf).__name__, ()) if backend is None else backend.described(leaf)
+
+
+def not_a_tape(asked: str, given: Any) -> OptionError:
+    """Something else where a tape is meant, such as the path of one."""
+    return OptionError(
+        message(
+            f"{asked} takes a Tape, not {type(given).__name__}.",
+            [],
+            "make one by `with record() as tape:`, Tape.load(path) or Tape.from_routing(routing).",
+        )
+    )
 
 
 def no_decision(tape: Tape, name: str | None, layer: str | None) -> TapeError:
@@ -506,7 +554,7 @@ def unseen(layer: str, decision: Decision, below: int) -> TapeError:
     """A range that nobody can vouch for."""
     return TapeError(
         message(
-            f"tape, layer {layer!r}, {spoken(decision.key)}: whether all integers are below {below} cannot be seen "
+            f"tape, {at_layer(layer)}, {spoken(decision.key)}: whether all integers are below {below} cannot be seen "
             "while this is traced.",
             [("the tape declares", str(decision.below))],
             "say so where the tape has values, outside of what is traced: tape.declare(below=...).",
@@ -530,7 +578,7 @@ def out_of_range(layer: str, decision: Decision, item: str, extremes: tuple[int,
     sentinel = " -1 marks what was not routed, and would train the last expert." if low == -1 else ""
     return TapeError(
         message(
-            f"tape, layer {layer!r}, {spoken(decision.key)}, item {item}: integers from {low} to {high}, "
+            f"tape, {at_layer(layer)}, {spoken(decision.key)}, item {item}: integers from {low} to {high}, "
             f"where 0 to {below - 1} are in range.{sentinel}",
             [],
             "replay a tape of a model with as many experts, or mend the routing where it was made.",

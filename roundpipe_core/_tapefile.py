@@ -29,7 +29,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from io import FileIO
+from io import BytesIO, FileIO
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ._backend import backend_of, expand, origin_of, to_host
@@ -38,11 +38,11 @@ from ._files import Path, opened, read_at, replacing, write_all
 from ._host import DTYPES, HostArray, itemsize_of
 from ._safetensors import HEADER_LIMIT, FaultError, Held, parsed_json, read_header, table
 from ._slots import Place, spoken
-from ._tape import Decision, Region, Tape, described
+from ._tape import Decision, Region, Tape, at_layer, described
 from ._trees import flatten, paths
 from ._values import COUNTS_LIMIT, NESTING_LIMIT, NotHeldError, Reader, encoded, plain
 
-__all__ = ["VERSION", "load", "save"]
+__all__ = ["VERSION", "dumped", "load", "loaded", "save"]
 
 VERSION = "1"
 FORMAT = "roundpipe_tape"
@@ -113,6 +113,18 @@ class _Stored(NamedTuple):
 
 def save(tape: Tape, path: Path) -> None:
     """Write `tape` to `path`: wholly, or not at all."""
+    with replacing(path) as file:
+        _write(tape, file, lambda: os.fsync(file.fileno()))
+
+
+def dumped(tape: Tape) -> bytes:
+    """What `save` would write."""
+    file = BytesIO()
+    _write(tape, file, None)
+    return file.getvalue()
+
+
+def _write(tape: Tape, file: FileIO | BytesIO, sync: Callable[[], None] | None) -> None:
     if sum(len(decision.counts) for _, _, decision in tape.decisions()) > COUNTS_LIMIT:
         raise TapeError(
             message(
@@ -126,12 +138,12 @@ def save(tape: Tape, path: Path) -> None:
     sums = dict.fromkeys((stored.name for stored in arrays), _UNKNOWN)
     ordered = sorted(arrays, key=lambda stored: -stored.size)  # so that each begins at a multiple of its own size
     head = _head(root, arrays, ordered, sums)
-    with replacing(path) as file, ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool:
         file.seek(len(head))
         synced: Future[None] | None = None
         for n, group in enumerate(_groups(ordered)):
-            if n and (synced is None or synced.done()):
-                synced = pool.submit(os.fsync, file.fileno())  # the disk works too while the rest is written
+            if n and sync is not None and (synced is None or synced.done()):
+                synced = pool.submit(sync)  # the disk works too while the rest is written
             parts = [_bytes_of(stored) for stored in group]
             checksums = pool.submit(_checksums, parts)  # while they are written
             for data in parts:
@@ -179,10 +191,13 @@ def _bytes_of(stored: _Stored) -> memoryview:
     except MemoryError:
         raise
     except Exception as error:  # whatever a framework raises for arrays that have no values here
+        fault, _, better = str(error).partition("\n")[0].partition("; ")
         raise _not_held(
             stored.where,
-            f"an array whose values cannot be read: {str(error).partition(chr(10))[0]}",
-            "save the tape outside of jit and vmap: return it from the function, and save what comes back.",
+            f"an array whose values cannot be read: {fault}",
+            f"{better}."
+            if better
+            else "save the tape outside of jit and vmap: return it from the function, and save what comes back.",
         ) from error
     return host.data
 
@@ -209,7 +224,7 @@ def _region(region: Region, path: tuple[str, ...], arrays: list[_Stored], depth:
 
 def _decision(layer: str, decision: Decision, before: dict[Any, int], arrays: list[_Stored]) -> Any:
     scope, name = decision.key
-    where = f"layer {layer!r}, {spoken(decision.key)}"
+    where = f"{at_layer(layer)}, {spoken(decision.key)}"
     _refuse_half_letters(where, [*scope, name or ""])
     items = list(paths(decision.spec))
     leaves = [
@@ -251,7 +266,11 @@ def _leaf(where: str, leaf: Any, arrays: list[_Stored]) -> Any:
         return _plain(where, leaf)
     dtype, shape = described(leaf)
     if dtype not in DTYPES:
-        raise _not_held(where, f"an array of dtype {dtype}", "save it as one of numbers: of a key, its data.")
+        raise _not_held(
+            where,
+            f"an array of dtype {dtype}",
+            "save it as one of numbers, such as int32 or float32: of a key, its data.",
+        )
     if not all(type(n) is int for n in shape):
         raise _not_held(where, f"a {type(leaf).__name__} of the shape {list(shape)}", "save arrays of a known shape.")
     arrays.append(_Stored(f"{len(arrays)} {where}", where, leaf, dtype, tuple(shape)))
@@ -281,25 +300,33 @@ def _not_held(where: str, what: str, way_out: str) -> TapeError:
 def load(path: Path, *, mapped: bool) -> Tape:
     """The tape that `save` wrote to `path`. If `mapped`, its arrays are the file, which has to stay as it is."""
     with opened(path) as file:
-        try:
-            return _load(file, _mapped if mapped else _read)
-        except FaultError as fault:
-            raise TapeError(
-                message(
-                    f"{os.fspath(path)!s} is not a tape that can be read: {fault}.",
-                    [],
-                    "write it again with Tape.save; if it was copied, copy it again.",
-                )
-            ) from None
+        size = os.fstat(file.fileno()).st_size
+        return _told(os.fsdecode(path), lambda: _load(file, size, lambda at: (_mapped if mapped else _read)(file, at)))
 
 
-def _load(file: FileIO, reading: Callable[[FileIO, int], _Read]) -> Tape:
-    texts, held, begin = read_header(file)
+def loaded(data: bytes) -> Tape:
+    """The tape that `dumped` gave. Its arrays are parts of `data`."""
+    pages = memoryview(data)
+    return _told("what was pickled", lambda: _load(BytesIO(data), len(data), lambda at: _of_pages(pages, at)))
+
+
+def _told(what: str, read: Callable[[], Tape]) -> Tape:
+    try:
+        return read()
+    except FaultError as fault:
+        raise TapeError(message(f"{what} is not a tape that can be read: {fault}.", [], fault.way_out)) from None
+
+
+def _load(file: FileIO | BytesIO, size: int, reading: Callable[[int], _Read]) -> Tape:
+    texts, held, begin = read_header(file, size)
     version = texts.get(FORMAT)
     if version is None:
         raise FaultError("a safetensors file, but no tape: its metadata does not have roundpipe_tape")
     if version != VERSION:
-        raise FaultError(f"version {version[:40]!r} of the format, where {VERSION!r} is known here")
+        raise FaultError(
+            f"version {version[:40]!r} of the format, where {VERSION!r} is known here",
+            "read it with the release of this library that wrote it, or write it again with this one.",
+        )
     text = texts.get("tape", "")
     if _crc32(text.encode()) != texts.get("crc32"):  # what `read_header` gives is Unicode
         raise FaultError("its JSON is damaged: the checksum differs")
@@ -307,7 +334,7 @@ def _load(file: FileIO, reading: Callable[[FileIO, int], _Read]) -> Tape:
     listed = [_Listed.read(entry, held) for entry in whole["arrays"]]
     if len({entry.name for entry in listed}) != len(listed) or len(listed) != len(held):
         raise FaultError("its arrays are not those that the tape lists")
-    reader = Reader(_arrays(reading(file, begin), listed, held))
+    reader = Reader(_arrays(reading(begin), listed, held))
     root = _read_region(whole["root"], reader, 0)
     reader.all_given()
     return Tape(root)
@@ -369,7 +396,10 @@ def _read(file: FileIO, begin: int) -> _Read:
 
 def _mapped(file: FileIO, begin: int) -> _Read:
     """Map the file: its pages are read when they are used, and belong to the system."""
-    pages = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    return _of_pages(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)), begin)
+
+
+def _of_pages(pages: memoryview, begin: int) -> _Read:
     return lambda kept: _whole(pages[begin + kept.begin : begin + kept.end], kept)
 
 

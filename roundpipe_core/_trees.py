@@ -90,8 +90,7 @@ def _open(value: Any, expand: Expand | None) -> _Opened | None:
     if isinstance(value, dict):
         return _open_dict(value)
     if isinstance(value, tuple):
-        make = getattr(kind, "_make", None) or kind
-        return value, make, None
+        return value, getattr(kind, "_make", None) or _refill_tuple(value), None
     if isinstance(value, list):
         return value, _refill_list(value), None
     if isinstance(value, (set, frozenset)):
@@ -113,9 +112,9 @@ def _open_dict(value: dict[Any, Any]) -> _Opened:
     names = [f"[{key!r}]" for key in keys]
     if type(value) is dict:
         return list(value.values()), lambda items: dict(zip(keys, items, strict=True)), names
-    shell = copy.copy(value)  # keeps the default factory, the order and the attributes of its class
-    for key in keys:
-        shell[key] = None  # but none of the leaves
+    shell = _emptied(value)
+    if shell is None:
+        return list(value.values()), _refill_locked(value), names
 
     def refill(items: list[Any]) -> Any:
         new = copy.copy(shell)
@@ -124,6 +123,46 @@ def _open_dict(value: dict[Any, Any]) -> _Opened:
         return new
 
     return list(value.values()), refill, names
+
+
+def _emptied(value: dict[Any, Any]) -> Any:
+    """A copy with the default factory, the order and the attributes of its class, but none of the leaves."""
+    try:
+        shell = copy.copy(value)
+        for key in list(value):
+            shell[key] = None
+        return shell
+    except MemoryError:
+        raise
+    except Exception:  # a class that lets nobody write
+        return None
+
+
+def _refill_locked(value: dict[Any, Any]) -> Callable[[list[Any]], Any]:
+    kind, keys, attributes = type(value), list(value), dict(getattr(value, "__dict__", {}))
+
+    def refill(items: list[Any]) -> Any:
+        new = kind.__new__(kind)
+        dict.update(new, zip(keys, items, strict=True))
+        return _with_attributes(new, attributes)
+
+    return refill
+
+
+def _refill_tuple(value: tuple[Any, ...]) -> Callable[[list[Any]], Any]:
+    """Without the constructor of the class, which may ask for other arguments."""
+    kind, attributes = type(value), dict(getattr(value, "__dict__", {}))
+    try:
+        tuple.__new__(kind)
+    except TypeError:  # a class that is not written in Python, such as torch.Size
+        return kind
+    return lambda items: _with_attributes(tuple.__new__(kind, items), attributes)
+
+
+def _with_attributes(new: Any, attributes: dict[str, Any]) -> Any:
+    if attributes:
+        vars(new).update(attributes)
+    return new
 
 
 def _refill_list(value: list[Any]) -> Callable[[list[Any]], Any]:

@@ -120,7 +120,8 @@ def check(
     Args:
         original: called as `original(weights, *inputs)`; gives the loss, or `(loss, outputs)`.
         port: the same, in the other framework.
-        weights: containers of floating arrays, such as a dict; each side gets them as its own.
+        weights: containers of floating arrays, such as a dict or `dict(model.named_parameters())`; each side gets them
+            as its own.
         inputs: more arguments, arrays or not.
         frameworks: of the two sides. The frontends have to be imported.
         replayed: the port takes the original's decisions; False: each decides itself, and `tapes` has both.
@@ -162,8 +163,8 @@ def compare(
     0.5
 
     Args:
-        one: arrays by name; the distances are relative to these.
-        two: arrays by name.
+        one: arrays or numbers by name; the distances are relative to these.
+        two: arrays or numbers by name.
         sides: what the table calls the two.
         rtol: see `check`.
         limits: see `check`.
@@ -180,10 +181,36 @@ def compare(
 def _distance(one: Any, two: Any) -> float:
     if one is None and two is None:
         return 0.0
-    backend = frontend(origin_of(one))
-    if backend is None or backend_of(two) is None or described(one)[1] != described(two)[1]:
+    if described(one)[1] != described(two)[1]:
         return float("inf")
-    return backend.distance(one, backend.adopt(two, None))
+    if isinstance(one, _NUMBER) or isinstance(two, _NUMBER):
+        return _of_numbers(one, two)
+    if backend_of(one) is None or backend_of(two) is None:
+        return float("inf")
+    return _in_one_framework(one, two)
+
+
+_NUMBER = int | float | complex
+
+
+def _of_numbers(one: Any, two: Any) -> float:
+    """One of the two, at least, is a number of Python; the other may be an array without axes."""
+    one, two = (value if backend_of(value) is None else value.item() for value in (one, two))
+    if not (isinstance(one, _NUMBER) and isinstance(two, _NUMBER)):
+        return float("inf")
+    return float(abs(one - two) / (abs(one) or 1))
+
+
+def _in_one_framework(one: Any, two: Any) -> float:
+    """In that of either side; torch holds what JAX without 64 bits would have to round."""
+    names = dict.fromkeys((origin_of(one), origin_of(two), "torch", "jax"))
+    backends = [backend for name in names if (backend := frontend(name)) is not None]
+    for backend in backends[:-1]:
+        try:
+            return backend.distance(backend.adopt(one, None), backend.adopt(two, None))
+        except ValueError:  # a value would change
+            continue
+    return backends[-1].distance(backends[-1].adopt(one, None), backends[-1].adopt(two, None))
 
 
 def _frontend(name: str) -> Frontend:
@@ -199,16 +226,21 @@ def _frontend(name: str) -> Frontend:
     return found
 
 
-def _converted(backend: Frontend, values: Any) -> Any:
+def _converted(backend: Frontend, values: Any, given: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
     leaves: list[Any] = []
     spec = flatten(values, leaves, expand)
-    return unflatten(spec, (leaf if backend_of(leaf) is None else backend.adopt(leaf, None) for leaf in leaves))
+    return unflatten(spec, (leaf if backend_of(leaf) is None else backend.adopt(given(leaf), None) for leaf in leaves))
+
+
+def _from_here_on(weight: Any) -> Any:
+    """A weight is differentiated anew on both sides: a parameter of a model may be given as it is."""
+    return weight.detach() if getattr(weight, "requires_grad", False) else weight
 
 
 def _run(
     backend: Frontend, function: Callable[..., Any], weights: Any, inputs: Sequence[Any], tape: Tape | None
 ) -> dict[str, Any]:
-    own = _converted(backend, weights)
+    own = _converted(backend, weights, _from_here_on)
     loss, outputs, gradients = backend.value_and_gradient(function, own, _converted(backend, list(inputs)), tape)
     rows = {"loss": loss}
     for title, tree in (("output", outputs), ("gradient of", gradients)):

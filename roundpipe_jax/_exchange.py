@@ -25,6 +25,11 @@ from ._jax import default_platform, is_running, is_tracer
 
 __all__ = ["adopt", "exchange", "from_dlpack"]
 
+_OF_ML_DTYPES = frozenset({"int2", "uint2", "int4", "uint4", "float4_e2m1fn"}) | frozenset(
+    f"float8_{kind}" for kind in ("e3m4", "e4m3", "e4m3b11fnuz")
+)
+"""What JAX and its additions to numpy have, and nobody else."""
+
 _ALIGNMENT = 64
 """XLA's, in bytes. It copies what starts elsewhere."""
 
@@ -84,8 +89,11 @@ class _Jax:
     name = "jax"
     spoken = "JAX"
 
-    def open(self, value: Any) -> Any:
-        return np.from_dlpack(value)
+    def open(self, value: Any) -> tuple[Any, Fault | None]:
+        try:
+            return np.from_dlpack(value), None
+        except (BufferError, RuntimeError, TypeError, ValueError):
+            return _opened(value)  # another device, or a type that numpy lacks
 
     def fault(self) -> Fault | None:
         if is_running() or not is_tracer(jnp.zeros(())):
@@ -99,7 +107,7 @@ class _Jax:
         if offer.framework == self.name:
             return offer.dtype
         if offer.dtype not in DTYPES:
-            return None
+            return offer.dtype if offer.framework == "numpy" and offer.dtype in _OF_ML_DTYPES else None
         return dtype_name(jax.dtypes.canonicalize_dtype(jnp.dtype(offer.dtype)))
 
     def obstacle(self, offer: Offer) -> Fault | None:
@@ -176,6 +184,31 @@ def _cuda_device(offer: Offer) -> Any:
     except RuntimeError:  # pragma: no cover - torch has a GPU, and this JAX has no such backend
         return None
     return next((one for one in devices if one.local_hardware_id == int(index)), None)  # pragma: no cover - needs a GPU
+
+
+def _opened(value: Any) -> tuple[Any, Fault | None]:
+    """An array of an unknown library, by DLPack; in 64 bits, if it has them, for `dtype_for` to decide upon.
+
+    On the host it goes on as a numpy view, like all others: what `jax.dlpack` gave could be donated.
+    """
+    moved = None
+    with jax.enable_x64(True):
+        try:
+            array = jax.dlpack.from_dlpack(value, copy=False)
+        except ValueError:
+            array = jax.dlpack.from_dlpack(value)
+            moved = "JAX copied it to read it", "copy it."
+    if array.platform() == "cpu":
+        return np.asarray(array), moved
+    return _on_device(array, moved)  # pragma: no cover - needs a GPU
+
+
+def _on_device(array: Any, moved: Fault | None) -> tuple[Any, Fault | None]:  # pragma: no cover - needs a GPU
+    if array.dtype != jax.dtypes.canonicalize_dtype(array.dtype):
+        return np.asarray(array), ("its 64 bits are to be narrowed", "convert it first.")
+    if array.format.layout.major_to_minor != tuple(range(array.ndim)):
+        return array, moved or ("its elements are not in row-major order", "copy it.")
+    return array, moved
 
 
 def _put(values: Any, device: Any = None) -> jax.Array:

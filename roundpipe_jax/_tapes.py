@@ -16,7 +16,7 @@ from roundpipe_core._backend import backend_of
 from roundpipe_core._errors import TapeError, message
 from roundpipe_core._phase import Phase
 from roundpipe_core._slots import Key, Place, spoken, where
-from roundpipe_core._tape import Skeleton, Tape, check_range
+from roundpipe_core._tape import Skeleton, Tape, at_layer, check_range
 from roundpipe_core._trees import paths
 
 from ._backend import adopted
@@ -59,7 +59,7 @@ def _not_movable(tape: Tape, wanted: Any, error: Exception) -> TapeError:
     for layer, _, decision in tape.decisions():
         for item, leaf in zip(paths(decision.spec), decision.leaves, strict=True):
             if leaf is wanted:
-                place = f", layer {layer!r}, {spoken(decision.key)}, item {item}"
+                place = f", {at_layer(layer)}, {spoken(decision.key)}, item {item}"
     return TapeError(
         message(
             f"tape{place}: JAX cannot hold it: {str(error).partition(chr(10))[0]}",

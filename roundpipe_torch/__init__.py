@@ -44,6 +44,7 @@ from ._errors import CheckpointMismatchError, CompileError
 from ._exchange import exchange, from_dlpack
 from ._modules import remat
 from ._offload import Offload
+from ._transforms import let_transforms_lift_hooks
 from ._uncompiled import run_others_uncompiled, run_uncompiled
 from ._usage import LayerUsage, Usage, usage
 
@@ -91,6 +92,7 @@ __all__ = [
     "usage",
 ]
 
+let_transforms_lift_hooks()
 run_uncompiled("roundpipe_core", "roundpipe_torch")
 run_others_uncompiled("jax")  # if it is imported already
 frontend_listeners.append(run_others_uncompiled)

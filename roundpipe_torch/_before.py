@@ -15,6 +15,7 @@ import torch
 from roundpipe_core._phase import thread
 
 from ._buffers import Buffers
+from ._modes import Modes
 from ._state import Generators, Visit
 from ._torchs import innermost, is_ours
 
@@ -24,14 +25,17 @@ _Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 
 
 class Before:
-    """The run, the hooks for saved tensors and the visit of this thread; for a recompute random numbers and buffers."""
+    """The run, the hooks for saved tensors and the visit of this thread; for a recompute what it swaps, too."""
 
     _generators: Generators | None = None
     _buffers: Buffers | None = None
+    _modes: Modes | None = None
     _replaced = 0
     numbers: Sequence[torch.Tensor] = ()
 
-    def __init__(self, generators: Generators | None = None, buffers: Buffers | None = None) -> None:
+    def __init__(
+        self, generators: Generators | None = None, buffers: Buffers | None = None, modes: Modes | None = None
+    ) -> None:
         self._run = thread.run
         self._inside = Visit.inside()
         self._hooks: _Hooks | None = innermost(False)
@@ -39,6 +43,7 @@ class Before:
             self._generators, self.numbers = generators, generators.now()
         if buffers is not None:
             self._buffers, self._replaced = buffers, len(buffers.replaced)
+        self._modes = modes
 
     def restore(self) -> None:
         """Leave it so. What a layer itself has changed is the layer's affair."""
@@ -51,6 +56,8 @@ class Before:
             self._generators.set(self.numbers)
         if self._buffers is not None:
             self._buffers.put_back(self._replaced)
+        if self._modes is not None:
+            self._modes.put_back()
 
     def _has_left(self, hooks: _Hooks | None) -> bool:
         """Whether these are hooks of a region that is no more."""

@@ -17,11 +17,10 @@ A buffer is replaced for the time of the recompute, not written: others may have
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch.jit import ScriptModule
 from torch.nn.modules.batchnorm import _NormBase
 
 from roundpipe_core import MutationError
@@ -30,7 +29,7 @@ from roundpipe_core._trees import flatten
 
 from ._errors import buffer_changed, buffer_unknown, user_line
 from ._notes import Notes
-from ._state import DrawWatch, Watch, modules_of
+from ._state import DrawWatch, Watch
 from ._views import version_of
 
 __all__ = ["Buffers", "Moved", "copies", "not_misled"]
@@ -156,10 +155,9 @@ class Buffers:
         self.misled = False  # whether the last recompute began with values that it should not have had
 
     @classmethod
-    def of(cls, function: Any, arguments: Collection[Any]) -> Buffers | None:
-        """Those of the modules that a call can reach; None if there are none."""
-        modules = [*modules_of(function, arguments)]
-        watched = [_Buffer(*found) for found in _found(modules)] if modules else None
+    def of(cls, modules: list[torch.nn.Module]) -> Buffers | None:
+        """Those of these modules, without what is inside of them; None if there are none."""
+        watched = [_Buffer(*found) for found in _found(modules)]
         return cls(watched) if watched else None
 
     def settle(self, told: bool) -> None:
@@ -170,6 +168,10 @@ class Buffers:
             elif not isinstance(buffer.module, _NormBase):
                 self._same.append(buffer)
         self._watched = []
+
+    def owners(self) -> list[torch.nn.Module]:
+        """The modules of which the forward was seen to change one."""
+        return [buffer.module for buffer in self._changed if buffer.seen]
 
     def moved(self) -> Iterator[Moved]:
         """What the forward has changed so far."""
@@ -343,18 +345,8 @@ def not_misled(buffers: Buffers | None, recompute: Callable[[DrawWatch | None], 
 
 
 def _found(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
-    waiting: list[torch.nn.Module | None] = [*modules]
-    seen = set()
-    while waiting:
-        module = waiting.pop()
-        if module is None or id(module) in seen:
-            continue
-        seen.add(id(module))
-        if isinstance(module, ScriptModule):  # its buffers cannot be swapped
-            continue
-        children, buffers = module._modules, module._buffers
-        if children:
-            waiting += children.values()
+    for module in modules:
+        buffers = module._buffers
         for name, buffer in buffers.items() if buffers else ():
             if buffer is None or buffer.requires_grad:  # one that carries gradient is part of the graph, not state
                 continue

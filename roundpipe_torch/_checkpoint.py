@@ -28,6 +28,7 @@ from ._reentrant import reentrant
 from ._run import TorchRun
 from ._state import Generators, generators_of
 from ._torchs import innermost
+from ._transforms import batches_around, transformed
 
 __all__ = ["checkpoint", "checkpoint_sequential", "options_from", "run_region"]
 
@@ -178,6 +179,7 @@ def run_region(
     if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
         return function(*args, **kwargs)  # an exported or traced program has the layer alone
     phase, slot = open_slot(options.label or function)
+    batches = batches_around(slot.label, use_reentrant and tracked) if transformed() is not None else ()
     if outer is not None or options.auto is not None:
         function = watching(function, options.auto, outer)
     if slot.rows is not None:
@@ -189,7 +191,7 @@ def run_region(
         elif use_reentrant:
             outputs = reentrant(function, args, kwargs, phase, slot, options)
         else:
-            outputs = Frame(function, args, kwargs, slot, options).forward(phase, args, kwargs)
+            outputs = Frame(function, args, kwargs, slot, options, batches).forward(phase, args, kwargs)
     except BaseException:
         before.restore()
         raise

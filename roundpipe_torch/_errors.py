@@ -154,7 +154,7 @@ def tensor_changed(layer: str, tensor: torch.Tensor) -> MutationError:
     return MutationError(
         message(
             f"layer {layer!r}: a tensor needed for gradient computation has been modified by an inplace operation "
-            f"after it was saved: {_described(tensor)}.",
+            f"after it was saved: {described(tensor)}.",
             [],
             "compute out of place what later operations need, and change weights and other tensors after backward; "
             "autograd without checkpointing refuses this too.",
@@ -240,6 +240,17 @@ def decided_under_a_transform(layer: str, what: str) -> OptionError:
             "make the decision by recompute_once(function, ...) around the transform.",
         )
     )
+
+
+def under_a_transform(layer: str, use_reentrant: bool) -> MismatchError:
+    """A region inside of a transform of torch.func that it cannot be in."""
+    if use_reentrant:
+        what = "with use_reentrant=True a layer cannot be checkpointed inside a torch.func transform."
+        way_out = "use the default engine (use_reentrant=False), which works inside torch.func.vmap."
+    else:
+        what = "a layer can be checkpointed inside torch.func.vmap, and inside no other torch.func transform."
+        way_out = "differentiate by torch.autograd.grad or backward() instead, or transform inside of the layer."
+    return MismatchError(message(f"layer {layer!r}: {what}", [("at", user_line())], way_out))
 
 
 def decided_in_compiled_code(layer: str, what: str) -> OptionError:
@@ -343,7 +354,7 @@ def kept_output_changed(layer: str, name: str, place: Place, tensor: torch.Tenso
     return MutationError(
         message(
             f"layer {layer!r}: an output of {name} was changed in place, so the recompute cannot start from it: "
-            f"{_described(tensor)}.",
+            f"{described(tensor)}.",
             [("kept at", where(place))],
             "change it out of place (y = y.relu() instead of y.relu_()), or inside the function that is kept.",
         )
@@ -354,7 +365,7 @@ def argument_written(layer: str, name: str, place: Place, tensor: torch.Tensor) 
     """The function of `keep` changed an argument that the recompute has made again (R6)."""
     return MutationError(
         message(
-            f"layer {layer!r}: {name} changed an argument in place, and is not run again: {_described(tensor)}.",
+            f"layer {layer!r}: {name} changed an argument in place, and is not run again: {described(tensor)}.",
             [("kept at", where(place))],
             "let the function return the new tensor. State that outlives the layer (a buffer, a cache) may be changed.",
         )
@@ -433,7 +444,7 @@ def differentiated_twice(layer: str, name: str, place: Place) -> MismatchError:
     )
 
 
-def _described(tensor: torch.Tensor) -> str:
+def described(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 

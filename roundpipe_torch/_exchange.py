@@ -65,14 +65,14 @@ class _Torch:
     name = "torch"
     spoken = "torch"
 
-    def open(self, value: Any) -> Any:
+    def open(self, value: Any) -> tuple[Any, Fault | None]:
         numpy = sys.modules.get("numpy")
         try:
             if numpy is not None:
-                return numpy.from_dlpack(value)  # it survives negative strides; torch would abort the process
+                return numpy.from_dlpack(value), None  # it survives negative strides; torch would abort the process
         except (BufferError, RuntimeError, TypeError, ValueError):
             pass  # another device, or a type that numpy lacks
-        return _imported(value)
+        return _imported(value), None
 
     def fault(self) -> Fault | None:
         return under_trace(torch)
@@ -101,7 +101,10 @@ class _Torch:
 
     def copy(self, offer: Offer, dtype: str, refuse: Callable[[Fault], ExchangeError]) -> torch.Tensor:
         if offer.framework == self.name:
-            new: torch.Tensor = offer.clone()
+            try:
+                new: torch.Tensor = offer.clone()
+            except NotImplementedError as error:
+                raise refuse((f"torch cannot copy {dtype}", "view its bytes, .view(torch.uint8).")) from error
             return new
         if offer.device != "cpu" and offer.pointer is not None and _is_here(offer.device):
             return _copied_on_device(_typed(offer.view(), dtype))  # pragma: no cover - needs a GPU

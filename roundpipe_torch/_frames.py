@@ -12,6 +12,7 @@ import gc
 from _thread import RLock
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,12 +43,14 @@ from ._hooks import Hooked, Resting, left_since, now, take_off
 from ._inputs import Inputs, restored
 from ._keep import forget_with
 from ._matching import Leaf, Pairs, Trace, cheap_tail, match, match_aligned, node_count, node_names, region_codes
+from ._modes import Modes, with_children
 from ._offload import Offload, Parcel
 from ._ranks import collectives, keeps_graph, recompute_on_arrival, tell_rank
 from ._run import TorchRun, is_inside, is_told
 from ._selective import count_by_line
-from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replayed
+from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, modules_of, replayed
 from ._torchs import leave
+from ._transforms import Batches, batched
 from ._usage import held
 from ._verify import Audit
 
@@ -125,10 +128,17 @@ class Frame:
     """A recompute that could stop goes on to the layer's end, which is near."""
 
     def __init__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], slot: Slot, options: Options
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        slot: Slot,
+        options: Options,
+        batches: Batches | None,
     ) -> None:
         self._function = function
         self._options = options
+        self._batches = batches
         self.slot = slot
         outer = thread.run
         self._parcel = None if options.offload is None else Parcel(options.offload)
@@ -139,8 +149,14 @@ class Frame:
                 self._inputs = Inputs(args, kwargs)
         values = (*args, *kwargs.values())
         self._generators = Generators(generators_of(function, values)) if options.preserve_rng_state else None
-        self._buffers = Buffers.of(function, values)
+        self._modes: Modes | None = None
+        self._buffers: Buffers | None = None
+        modules = [*modules_of(function, values)]
+        if modules:
+            modules = with_children(modules)
+            self._modes, self._buffers = Modes(modules), Buffers.of(modules)
         self._ambient = Ambient()
+        self._context = copy_context()
         self._lock = RLock()
         self._hooked: Sequence[Hooked] = ()  # tensors from before it that the forward has put hooks on
         self._verified = options.verify == "off" or isinstance(slot, TapedSlot)  # a replay repeats nothing
@@ -174,8 +190,11 @@ class Frame:
         finally:
             self._underway = None
             self._crowded = visit is not None and visit.end()
+        told = self.trace.told_at >= 0
         if self._buffers is not None:
-            self._buffers.settle(self.trace.told_at >= 0)
+            self._buffers.settle(told)
+        if self._modes is not None:
+            self._modes.settle(not (told or run.leaves_out), self._buffers.owners() if self._buffers else ())
         if self._generators and self._generators.missed():
             raise started_inside(self.slot.label)
         if outputs is _NOTHING:
@@ -257,7 +276,7 @@ class Frame:
         return [n for n in self.needed() if (holder := self.trace.refs[n]()) is not None and holder.value is None]
 
     def _recompute(self, asked: Holder | None) -> _Recompute:
-        before = Before(self._generators, self._buffers)
+        before = Before(self._generators, self._buffers, self._modes)
         attempt: _Attempt = partial(self._attempt, asked, before.numbers)
         if self._buffers is not None:
             attempt = partial(not_misled, self._buffers, attempt)
@@ -415,11 +434,14 @@ class _Recompute:
         try:
             torch._C._set_grad_enabled(True)
             ambient = frame._ambient.restored()
-            if ambient is None and not self._hooked:
-                outputs, audit = self._play(args, kwargs, watch)
+            modes = None if frame._modes is None else frame._modes.restored()
+            if ambient is None and modes is None and frame._batches == () and not self._hooked:
+                outputs, audit = frame._context.copy().run(self._play, args, kwargs, watch)
             else:
-                with ambient or _NO_CONTEXT, Resting(self._hooked, frame._function, args, kwargs):
-                    outputs, audit = self._play(args, kwargs, watch)
+                resting = Resting(self._hooked, frame._function, args, kwargs)
+                inside = _NO_CONTEXT if frame._batches == () else batched(frame.slot.label, frame._batches)
+                with ambient or _NO_CONTEXT, modes or _NO_CONTEXT, resting, inside:
+                    outputs, audit = frame._context.copy().run(self._play, args, kwargs, watch)
             if not self.done:
                 self._finish(outputs)
             if audit is not None:

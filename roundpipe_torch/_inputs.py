@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import repeat
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 
 from roundpipe_core import RoundPipeError
+from roundpipe_core._backend import numpys
 from roundpipe_core._slots import Slot
-from roundpipe_core._trees import Spec, flatten, unflatten
+from roundpipe_core._trees import LEAF, Spec, flatten, unflatten
 
 from ._errors import input_changed
 
-__all__ = ["Inputs", "SavedTensor", "line_up", "restored", "save_tensor", "tensors_in"]
+__all__ = ["Inputs", "SavedTensor", "as_it_was", "as_now", "line_up", "restored", "save_tensor", "tensors_in"]
 
 T = TypeVar("T")
 
@@ -46,6 +48,28 @@ def restored(slot: Slot, restore: Callable[[], T]) -> T:
         raise
 
 
+class _Array:
+    """The values of a numpy array. It has no version counter that could tell of a write."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, array: Any) -> None:
+        self._values = numpys.snapshot(array)
+
+    def copy(self) -> Any:
+        return numpys.restore(self._values)
+
+
+def as_now(leaf: Any) -> Any:
+    """What to keep of an argument that is no tensor."""
+    return _Array(leaf) if numpys.owns(leaf) and leaf.flags.writeable else leaf
+
+
+def as_it_was(kept: Any) -> Any:
+    """The argument that `kept` was made of."""
+    return kept.copy() if type(kept) is _Array else kept
+
+
 class Inputs:
     """The arguments of a region.
 
@@ -53,7 +77,7 @@ class Inputs:
     around the region see them, and an outer region does not keep them alive.
     """
 
-    __slots__ = ("_kept", "_names", "_plain", "_positional", "_specs")
+    __slots__ = ("_kept", "_names", "_plain", "_positional", "_specs", "_trained")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._specs: tuple[Spec, ...] | None = None
@@ -62,21 +86,26 @@ class Inputs:
         self._plain = _TENSORS.issuperset(map(type, leaves))  # no containers, and no tensors that hold others
         if self._plain:
             self._kept = [*map(save_tensor, leaves, repeat(False))]
+            self._trained = [*map(_trained, leaves)]
             return
-        for value in leaves:
-            if isinstance(value, _CONTAINERS):
-                values, leaves = leaves, []
-                self._specs = tuple(flatten(value, leaves) for value in values)
-                break
-        self._kept = [save_tensor(leaf, False) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        opened: list[Any] = []
+        specs = tuple(flatten(value, opened) for value in leaves)
+        if any(spec is not LEAF for spec in specs):
+            self._specs = specs
+        self._kept = [save_tensor(leaf, False) if isinstance(leaf, torch.Tensor) else as_now(leaf) for leaf in opened]
+        self._trained = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in opened]
 
     def restore(self) -> tuple[list[Any], dict[str, Any]]:
         """The arguments, in new containers."""
-        leaves: list[Any] = (
-            [*map(SavedTensor.unpack, self._kept)]
-            if self._plain
-            else [leaf.unpack() if isinstance(leaf, SavedTensor) else leaf for leaf in self._kept]
-        )
+        if self._plain:
+            leaves: list[Any] = [*map(SavedTensor.unpack, self._kept)]
+            if [*map(_trained, leaves)] != self._trained:  # others have frozen one since, or begun to train it
+                leaves = [*map(_with_gradient, leaves, self._trained)]
+        else:
+            leaves = [
+                _with_gradient(leaf.unpack(), trained) if isinstance(leaf, SavedTensor) else as_it_was(leaf)
+                for leaf, trained in zip(self._kept, self._trained, strict=True)
+            ]
         if self._specs is not None:
             rest = iter(leaves)
             leaves = [unflatten(spec, rest) for spec in self._specs]
@@ -85,7 +114,13 @@ class Inputs:
         return leaves[: self._positional], dict(zip(self._names, leaves[self._positional :], strict=True))
 
 
-_CONTAINERS = (tuple, list, dict, set)
+_trained: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
+
+
+def _with_gradient(tensor: torch.Tensor, trained: bool) -> torch.Tensor:
+    return tensor if tensor.requires_grad is trained else tensor.detach().requires_grad_(trained)
+
+
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 

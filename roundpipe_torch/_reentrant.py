@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -27,10 +28,12 @@ from ._before import Before
 from ._buffers import Buffers, copies, not_misled
 from ._errors import (
     accumulates_only,
+    described,
     drawn_in_a_crowd,
     drawn_in_another_layout,
     input_changed,
     no_second_derivative,
+    other_parameter,
     sharded_inside,
     started_inside,
     tensor_changed,
@@ -38,10 +41,11 @@ from ._errors import (
 )
 from ._frames import Options
 from ._hooks import Hooked, Resting, gradient_nodes, is_hooked, left_since, now
-from ._inputs import restored
+from ._inputs import as_it_was, as_now, restored
 from ._keep import Kept, forget_with, release
 from ._leaves import gradients, leaves_behind
 from ._matching import Trace, node_count, other_layout, region_codes
+from ._modes import Modes, with_children
 from ._offload import Parcel
 from ._ranks import is_sharded, step_is_over
 from ._run import TorchRun, is_inside, is_told, pack_plainly, unpack_plainly
@@ -73,7 +77,9 @@ def reentrant(
     spec = flatten((args, kwargs), leaves)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     region = _Region(function, spec, leaves, slot, options)
-    given, taken, _hooked = region.forward(phase, tensors)  # nodes with hooks, held until the region's node holds them
+    given, taken, _hooked = region.forward(
+        phase, tensors, args, kwargs
+    )  # nodes with hooks, held until the region's node holds them
     if any(region.idle):  # a hook on them would be called with None
         tensors = tuple(t.detach() if idle else t for t, idle in zip(tensors, region.idle, strict=True))
     anchor = torch.empty(0, requires_grad=True)
@@ -92,19 +98,25 @@ class _Region:
     """What both directions need, but for the tensors, which autograd keeps."""
 
     __slots__ = (
-        "__weakref__", "accumulates", "ambient", "buffers", "crowded", "function", "generators", "hooked", "idle",
-        "leaves", "located", "outermost", "output_leaves", "output_spec", "parcel", "slot", "spec", "trace",
-        "weights", "wrote",
+        "__weakref__", "accumulates", "ambient", "buffers", "context", "crowded", "function", "generators", "hooked",
+        "idle", "known", "leaves", "located", "modes", "outermost", "output_leaves", "output_spec", "parcel", "slot",
+        "spec", "trace", "weights", "wrote",
     )  # fmt: skip
 
     def __init__(
         self, function: Callable[..., Any], spec: Spec, leaves: list[Any], slot: Slot, options: Options
     ) -> None:
         self.function, self.spec, self.slot = function, spec, slot
-        self.leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else as_now(leaf) for leaf in leaves]
         self.generators = Generators(generators_of(function, leaves)) if options.preserve_rng_state else None
         self.ambient = Ambient()
-        self.buffers = Buffers.of(function, leaves)
+        self.context = copy_context()
+        self.modes: Modes | None = None
+        self.buffers: Buffers | None = None
+        modules = [*modules_of(function, leaves)]
+        if modules:
+            modules = with_children(modules)
+            self.modes, self.buffers = Modes(modules), Buffers.of(modules)
         self.parcel = None if options.offload is None else Parcel(options.offload)
         self.crowded: bool
         self.hooked: list[Hooked] = []  # tensors from before it that the forward has put hooks on
@@ -113,15 +125,18 @@ class _Region:
         self.accumulates: bool  # at once, in the backward inside
         self.wrote: bool  # into its arguments
         self.idle: list[bool] = []  # which arguments no gradient comes to; empty if that is not known
+        self.known: list[weakref.ref[torch.Tensor]] = []  # leaves behind the outputs of the forward
         self.weights: list[tuple[weakref.ref[torch.Tensor], int]] = []  # leaves that the closure gave, with versions
         self.trace = Trace(False, self.located)
         self.output_spec: Spec
         self.output_leaves: list[Any] = []
 
     def forward(
-        self, phase: Phase, tensors: tuple[torch.Tensor, ...]
+        self, phase: Phase, tensors: tuple[torch.Tensor, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[tuple[torch.Tensor, bool]], list[torch.Tensor], list[Any]]:
         """What the region's node needs: see `_given`.
+
+        The layer gets the caller's own arguments, which it may fill. `tensors`: those among them.
 
         With a graph, so that a saved value's gradient shows (R5), but one that keeps nothing.
         """
@@ -136,12 +151,15 @@ class _Region:
                 run.observe(self.buffers)
                 if self.parcel is not None:
                     run.plan, run.parcel = self.parcel.plan, self.parcel
-                leaves = self._run(run, tensors)
+                leaves = self._run(run, args, kwargs)
         finally:
             self.crowded = visit is not None and visit.end()
         self.wrote = versions != [*map(version_of, tensors)]
+        told = self.trace.told_at >= 0
         if self.buffers is not None:
-            self.buffers.settle(self.trace.told_at >= 0)
+            self.buffers.settle(told)
+        if self.modes is not None:
+            self.modes.settle(not (told or run.leaves_out), self.buffers.owners() if self.buffers else ())
         self.hooked = [*run.hooked, *left_since(mark, self.function, (*tensors, *self.leaves), {})]
         self.parcel = run.parcel
         inside = is_inside(thread.run)
@@ -178,6 +196,7 @@ class _Region:
         if not is_sharded(modules_of(self.function, self.leaves)):
             behind = leaves_behind(outputs, reached, begun, _accumulates)
         self.accumulates = behind is None
+        self.known = [weakref.ref(leaf) for leaf in behind or ()]
         with torch.no_grad():
             given = [(output.detach(), output.requires_grad) for output in outputs]
         if behind is not None and self.trace.told_at < 0:  # else the recompute may need more
@@ -219,7 +238,7 @@ class _Region:
         """The tensors of the outputs of a recompute."""
         if step_is_over(modules_of(self.function, self.leaves)):
             raise sharded_inside(self.slot.label)
-        before = Before(self.generators, self.buffers)
+        before = Before(self.generators, self.buffers, self.modes)
         try:
             attempt = partial(self._replay, tensors, before.numbers)
             leaves, drew = replayed(partial(not_misled, self.buffers, attempt), self.generators, self.crowded)
@@ -247,10 +266,19 @@ class _Region:
             run.hooked = self.hooked
             run.knowing = self.trace.told_at >= 0
             buffers = copies(self.buffers, self.slot, run.knowing)
-            with torch.enable_grad(), self.ambient.restored() or _NO_CONTEXT, buffers, hooks, watch or _NO_CONTEXT:
+            modes = None if self.modes is None else self.modes.restored()
+            ambient = self.ambient.restored()
+            with (
+                torch.enable_grad(),
+                ambient or _NO_CONTEXT,
+                modes or _NO_CONTEXT,
+                buffers,
+                hooks,
+                watch or _NO_CONTEXT,
+            ):
                 run.begin()
                 with Resting(self.hooked, self.function, (*tensors, *self.leaves), {}):
-                    leaves = self._run(run, tensors)
+                    leaves = self.context.copy().run(self._run, run, *self._rebuilt(tensors))
             relaid = other_layout(self.trace, trace)
             if relaid is not None and run.drew():
                 raise drawn_in_another_layout(self.slot.label, relaid)
@@ -260,9 +288,22 @@ class _Region:
                 generators.set(numbers)
         return leaves, crowded
 
-    def _run(self, run: TorchRun, tensors: tuple[torch.Tensor, ...]) -> list[Any]:
+    def forget(self) -> None:
+        """Let go of what only a backward needs: the outputs hold this as long as they are there."""
+        if self.outermost:
+            release(self.slot)
+        if self.slot.rows is None:  # else it may be on a tape
+            self.slot.let_go()
+        del self.function, self.leaves, self.buffers, self.modes
+
+    def _rebuilt(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, in new containers."""
         given = iter(tensors)
-        args, kwargs = unflatten(self.spec, (next(given) if leaf is _TENSOR else leaf for leaf in self.leaves))
+        rebuilt: tuple[tuple[Any, ...], dict[str, Any]]
+        rebuilt = unflatten(self.spec, (next(given) if leaf is _TENSOR else as_it_was(leaf) for leaf in self.leaves))
+        return rebuilt
+
+    def _run(self, run: TorchRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         outer = thread.run
         try:
             thread.run = run
@@ -335,8 +376,8 @@ class _Reentrant(torch.autograd.Function):
         found: list[torch.Tensor | None] = [None] * len(nodes)
         if with_grad:
             found = _differentiated(region, with_grad, begun, tensors, nodes)
-        if region.outermost and not _retains():
-            release(region.slot)
+        if not _retains():
+            region.forget()
         return found
 
 
@@ -385,6 +426,9 @@ def _differentiated(
     places |= {id(tensor): n for n, tensor in enumerate(tensors)}
     found: list[torch.Tensor | None] = [None] * len(nodes)
     others: list[tuple[torch.Tensor, torch.Tensor]] = []
+    leaves = [leaf for leaf in leaves if leaf.requires_grad]  # what is frozen by now gets no gradient
+    if not leaves:
+        return found
     for leaf, gradient in zip(leaves, gradients(roots, grads, leaves), strict=True):
         n = places.get(id(leaf))
         if n is None and gradient is not None:
@@ -401,14 +445,25 @@ def _add(region: _Region, found: list[tuple[torch.Tensor, torch.Tensor]]) -> Non
     """Add to the gradients of leaves that the forward did not have: the recompute's own, or those of another branch."""
     if not found:
         return
-    if _may_accumulate():
+    foreign: list[weakref.ref[torch.Tensor]] = []
+    if region.trace.told_at < 0:  # both phases run the same code
+        known = {id(ref()) for ref in region.known}
+        foreign = [weakref.ref(leaf) for leaf, _ in found if id(leaf) not in known]
+    refused = [] if _may_accumulate() else [weakref.ref(leaf) for leaf, _ in found]
+    if not refused:
         leaves, grads = zip(*found, strict=True)
         torch.autograd.backward(leaves, grads)
-        return
-    others = [weakref.ref(leaf) for leaf, _ in found]
+        del leaves, grads
     found.clear()
-    if any(other() is not None for other in others):
+    swapped_in = _alive(foreign)  # what the layer makes itself is gone by now
+    if swapped_in is not None:
+        raise other_parameter(region.slot.label, described(swapped_in))
+    if _alive(refused) is not None:
         raise accumulates_only(region.slot.label)
+
+
+def _alive(references: list[weakref.ref[torch.Tensor]]) -> torch.Tensor | None:
+    return next((tensor for ref in references if (tensor := ref()) is not None), None)
 
 
 def _behind_each(outputs: list[torch.Tensor], ends: Iterable[tuple[Any, int]], begun: int) -> set[int]:

@@ -23,6 +23,7 @@ from ._matching import Trace, region_codes
 from ._offload import MOVED, Offload, Parcel, Shipped
 from ._state import Generators, equal
 from ._torchs import in_backward_of_others, in_forward_of_others
+from ._transforms import transformed
 
 __all__ = ["DECIDED", "TorchRun", "is_inside", "is_told", "pack_plainly", "unpack_plainly"]
 
@@ -59,6 +60,8 @@ class TorchRun(Run):
     """What it has in host memory, once there is something."""
     torchs_recompute = False
     """Torch's own checkpoint runs its part again."""
+    leaves_out = False
+    """There are parts that the recompute does without."""
     keeping = False
     """Inside a function that the recompute leaves out."""
     asked = False
@@ -94,6 +97,9 @@ class TorchRun(Run):
             self._outer.told()
 
     def keep(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> Any:
+        self._leave_out()
+        if transformed() is not None:  # of no tensor in there can be told what it is a view of
+            return function(*args, **kwargs)
         return keep(self, function, args, kwargs, place)
 
     def stored(self, entry: Entry, offload: bool | None) -> None:
@@ -110,7 +116,12 @@ class TorchRun(Run):
     def update(self, function: Callable[[], Any], called: Any, place: Place) -> None:
         if not self.repeats:
             self._refuse_others(place)
+        self._leave_out()
         super().update(function, called, place)
+
+    def _leave_out(self) -> None:
+        for run in self.around():
+            run.leaves_out = True
 
     def _refuse_others(self, place: Place) -> None:
         """Another checkpoint that is to run this part again would not know what is decided here."""
@@ -154,6 +165,7 @@ class TorchRun(Run):
             self.buffers, self.watching = buffers, True
 
     def state(self) -> _State | list[torch.Tensor] | None:  # R7
+        self._leave_out()
         numbers = self.generators.since_start() if self.generators else None
         if not self.watching:
             return numbers
@@ -202,6 +214,8 @@ class TorchRun(Run):
         return adopted(self.slot, leaf, like) if isinstance(self.slot, TapedSlot) else leaf
 
     def without_gradient(self, function: Callable[[], Any]) -> Any:
+        if transformed() is not None:  # one that refuses hooks has lifted the region's
+            return without_gradient(function)
         # A decision may need a gradient of its own. No recompute would make what that asks for.
         with saved_tensors_hooks(partial(pack_plainly, self.slot), unpack_plainly):
             return without_gradient(function)

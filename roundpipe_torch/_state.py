@@ -201,6 +201,12 @@ def _started_backend() -> Any:
     return backend if started else None
 
 
+def _current_device() -> int:
+    """The index of the device that "cuda" alone means. Threads of autograd have that of what they work on."""
+    backend = _started_backend()
+    return 0 if backend is None else int(backend.current_device())
+
+
 def generators_of(function: Any, arguments: Any) -> tuple[torch.Generator, ...]:
     """The CPU's generator and those of every device of the tensors and of the modules' parameters and buffers.
 
@@ -328,6 +334,9 @@ _Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
 def _settings() -> Iterator[_Setting]:
     """Reader and writer of every global switch that changes what a kernel computes."""
     yield torch.get_default_dtype, torch.set_default_dtype
+    backend: Any = None if _ACCELERATOR is None else getattr(torch, _ACCELERATOR.type)
+    if hasattr(backend, "set_device"):
+        yield _current_device, backend.set_device
     c: Any = torch._C
     for reader, writer in (
         ("_get_cudnn_enabled", "_set_cudnn_enabled"),

@@ -368,7 +368,8 @@ def test_a_range_that_cannot_be_seen_has_to_be_vouched_for(frontends: list[Any])
     with pytest.raises(TapeError) as caught:
         hidden.declare(below=4)
     assert str(caught.value).splitlines() == [
-        "tape, layer '', the unnamed slot: whether all integers are below 4 cannot be seen while this is traced.",
+        "tape, outside of layers, the unnamed slot: whether all integers are below 4 cannot be seen while this is "
+        "traced.",
         "  the tape declares: None",
         "  way out: say so where the tape has values, outside of what is traced: tape.declare(below=...).",
     ]
@@ -394,7 +395,7 @@ def test_a_container_that_only_a_framework_knows_is_in_no_file(frontends: list[A
     with pytest.raises(TapeError) as caught:
         tape.save(tmp_path / "a.tape")
     assert str(caught.value).splitlines() == [
-        "layer '', the unnamed slot: a container of type Toy.Box, cannot be kept in a file.",
+        "outside of layers, the unnamed slot: a container of type Toy.Box, cannot be kept in a file.",
         "  way out: save its parts as a tuple or a dict.",
     ]
 

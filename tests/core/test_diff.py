@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roundpipe_core import Tape, TapeDiff, diff, layer_scope, recompute_once, record, save_for_recompute
+from roundpipe_core import Tape, TapeDiff, __version__, diff, layer_scope, recompute_once, record, save_for_recompute
 from roundpipe_core._command import main
 from roundpipe_core._heatmap import BINS, draw, shares
 from roundpipe_core._host import HostArray
@@ -484,9 +484,10 @@ def test_the_whole_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 HELP = {
-    "": "usage: python -m roundpipe_core [-h] COMMAND ... Look into tapes; examine the installation. positional "
-    "arguments: COMMAND show list what a tape holds diff compare two tapes doctor versions, devices, and whether "
-    "everything works here options: -h, --help show this help message and exit",
+    "": "usage: python -m roundpipe_core [-h] [--version] COMMAND ... Look into tapes; examine the installation. "
+    "positional arguments: COMMAND show list what a tape holds diff compare two tapes doctor versions, devices, "
+    "and whether everything works here options: -h, --help show this help message and exit "
+    "--version show program's version number and exit",
     "show": "usage: python -m roundpipe_core show [-h] [--json] TAPE positional arguments: TAPE options: "
     "-h, --help show this help message and exit --json as JSON",
     "diff": "usage: python -m roundpipe_core diff [-h] [--json] [--plot FILE] A B positional arguments: A B options: "
@@ -503,6 +504,13 @@ def test_help_says_what_there_is(command: str, capsys: pytest.CaptureFixture[str
         main([*command.split(), "-h"])
     assert caught.value.code == 0
     assert " ".join(capsys.readouterr().out.split()) == HELP[command]
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"roundpipe {__version__}\n"
 
 
 def test_labels_and_scopes_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import itertools
 import random
 from collections.abc import Callable
@@ -24,8 +25,9 @@ class Toy:
     def __init__(self, obstacle: Fault | None = None, fault: Fault | None = None, copies: bool = False) -> None:
         self._obstacle, self._fault, self._copies = obstacle, fault, copies
 
-    def open(self, value: Any) -> Any:
-        return np.from_dlpack(value)
+    def open(self, value: Any) -> tuple[Any, Fault | None]:
+        moved = ("the door was too narrow", "widen it.") if isinstance(value, Moved) else None
+        return np.from_dlpack(value), moved
 
     def fault(self) -> Fault | None:
         return self._fault
@@ -110,9 +112,20 @@ def test_refusals() -> None:
         exchange(Toy(), X, True)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("value", [None, 3, [1, 2], "text", np.float32(1), np.ndarray, object()])
-def test_what_is_no_array(value: Any) -> None:
-    with pytest.raises(ExchangeError, match=r"an? \w+ cannot be taken into Toy: it is not an array"):
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, "a NoneType"),
+        (3, "an int"),
+        ([1, 2], "a list"),
+        (np.float32(1), "a numpy.float32"),
+        (np.ndarray, "a type"),
+        (array.array("i", [1]), "an array.array"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_no_array(value: Any, said: str) -> None:
+    with pytest.raises(ExchangeError, match=f"^{said} cannot be taken into Toy: it is not an array(.|\n)*asarray"):
         exchange(Toy(), value, "snapshot")
     assert not is_foreign(Toy(), value)
 
@@ -132,6 +145,10 @@ class Foreign:
         return self._array.__dlpack_device__()
 
 
+class Moved(Foreign):
+    """An array that can be read only as a copy."""
+
+
 class Silent(Foreign):
     def __dlpack__(self, **how: Any) -> Any:
         raise AttributeError
@@ -143,6 +160,13 @@ def test_any_library_with_dlpack() -> None:
 
     assert np.shares_memory(array, X)
     assert report.source == __name__.partition(".")[0]
+
+
+def test_a_library_whose_arrays_are_copied_to_be_read() -> None:
+    report = exchange(Toy(), Moved(X), "auto")[1]
+    assert (report.shared, report.reason) == (False, "the door was too narrow")
+    with pytest.raises(ExchangeError, match=r"shared: the door was too narrow\.(.|\n)*way out: widen it"):
+        exchange(Toy(), Moved(X), "share")
 
 
 def test_a_library_that_fails() -> None:
@@ -186,7 +210,7 @@ def test_a_framework_that_makes_something_else_is_found_out() -> None:
 
     class Opening(Toy):
         def open(self, value: Any) -> Any:
-            return [1, 2]
+            return [1, 2], None
 
     with pytest.raises(ExchangeError, match=r"Toy made float64\[2, 3\] of it(.|\n)*leave the mode that changes new"):
         exchange(Widening(), X, "snapshot")

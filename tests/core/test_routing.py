@@ -200,8 +200,17 @@ def test_what_recompute_once_gave() -> None:
 
 def test_the_wrong_batch_is_refused_before_a_number_is_computed() -> None:
     with (
-        pytest.raises(TapeError, match=r"shape \[5, 2\], where the layer decides \[6, 2\]"),
+        pytest.raises(
+            TapeError, match=r"shape \[5, 2\], where the layer decides \[6, 2\]\.\n  way out: replay it with"
+        ),
         replay(Tape.from_routing(routing(), experts=8)),
+    ):
+        layer("moe", lambda: save_for_recompute(np.zeros((6, 2), "int64")))
+    with (
+        pytest.raises(
+            TapeError, match=r"decides \[6, 2\]\.\n  way out: make the tape .* mask\.flatten\(\), the routing"
+        ),
+        replay(Tape.from_routing(routing(6).reshape(2, 3, 3, 2), experts=8)),
     ):
         layer("moe", lambda: save_for_recompute(np.zeros((6, 2), "int64")))
 
@@ -215,9 +224,30 @@ def with_value(value: int, dtype: str = "int16") -> np.ndarray:
     return array
 
 
+def without_record(*tokens: int) -> np.ndarray:
+    array = routing()
+    array[list(tokens)] = 0
+    return array
+
+
+def without_layer(fill: int) -> np.ndarray:
+    array = routing()
+    array[:, 1] = fill
+    return array
+
+
 UNROUTED = (
     "mark the tokens that are real by mask=, and say by padding= what the others get; "
     "of a token that is real, ask the engine for its routing."
+)
+BLANK = (
+    "a router chooses different experts. Mark the tokens that were routed by mask=, and say by padding= what the "
+    "others get."
+)
+NO_EXPERTS = "leave out layers that have no experts, as in routing[:, 1:]; of others, ask the engine for their routing."
+LAST = (
+    "an engine has no routing for the last token that it generated, which no layer of its has seen: leave that token "
+    "out of the mask, and out of the loss."
 )
 WRONG = {
     "not routed": (
@@ -232,8 +262,8 @@ WRONG = {
     ),
     "an engine's 255": (
         {"routing": with_value(255, "uint8")},
-        "expert 255 of 8 at token 3, layer 1",
-        "give the number of experts of the model.",
+        "255, which is -1 in uint8, at token 3, layer 1: not routed, and as an index it would be the last expert",
+        UNROUTED,
     ),
     "beyond any width": (
         {"routing": with_value(2**63 + 1, "uint64")},
@@ -265,9 +295,74 @@ WRONG = {
         "5 tokens, [5], where the mask [2, 3] has 4 of 6",
         "give the tokens that the mask marks, in their order, or one for each place of the mask.",
     ),
-    "other rows": (
-        {"routing": [routing(2), routing(2)], "mask": [[1, 1, 1], [1, 0, 0]], "padding": 0},
+    "an engine's 65535, among others": (
+        {"routing": with_value(2**16 - 1, "uint16"), "mask": [1, 1, 1, 1, 1]},
+        "65535, which is -1 in uint16, at token 3, layer 1: not routed, and as an index it would be the last expert",
+        UNROUTED,
+    ),
+    "cut to 8 bits": (
+        {"routing": np.array([[[3, 200]]]).astype("int8")},
+        "-56 at token 0, layer 0: a number too large for int8, which made a negative one of it",
+        "take the routing in a wider type where it is made, such as int16.",
+    ),
+    "no record": (
+        {"routing": without_record(3)},
+        "nothing but expert 0 at token 3, in every layer: zeros where the engine has no record",
+        BLANK,
+    ),
+    "no record, of a token that is real": (
+        {"routing": without_record(1, 3)[None], "mask": [[1, 0, 1, 1, 1]], "padding": 0},
+        "nothing but expert 0 at row 0, token 3, in every layer: zeros where the engine has no record",
+        BLANK,
+    ),
+    "zeros for a layer without experts": (
+        {"routing": without_layer(0)},
+        "nothing but expert 0 in layer 1, for every token",
+        NO_EXPERTS,
+    ),
+    "-1 for a layer without experts": (
+        {"routing": without_layer(-1), "mask": [0, 1, 1, 1, 1], "padding": 3},
+        "-1 in layer 1, for every token: not routed",
+        NO_EXPERTS,
+    ),
+    "the last token": (
+        {"routing": [routing(2), routing(4)], "mask": [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], "padding": 0},
         "2 tokens in sequence 0, where row 0 of the mask has 3",
+        LAST,
+    ),
+    "the last token of a flat batch": (
+        {"routing": routing(4), "mask": [1, 1, 1, 1, 1]},
+        "4 tokens, [4], where the mask [5] has 5 of 5",
+        LAST,
+    ),
+    "the last tokens": (
+        {"routing": routing(4), "mask": [[1, 1, 1], [1, 1, 1]]},
+        "4 tokens, [4], where the mask [2, 3] has 6 of 6",
+        LAST,
+    ),
+    "nothing for one sequence": (
+        {"routing": [routing(2), None], "mask": [[1, 1], [1, 1]]},
+        "NoneType in place of sequence 1",
+        "give an array for each; a sequence that the engine has no routing of cannot be replayed.",
+    ),
+    "an array of arrays": (
+        {"routing": np.array([routing(2), routing(3)], dtype=object)},
+        "object, not integers",
+        "give the indices of experts, of several sequences as a list of arrays.",
+    ),
+    "padding that is a half": (
+        {"routing": routing(4), "mask": [1, 1, 1, 1, 0], "padding": 0.5},
+        "padding=0.5, with 8 experts and 2 choices",
+        "give the first of the experts that padding shall go to, or one for each choice.",
+    ),
+    "padding that is a flag": (
+        {"routing": routing(4), "mask": [1, 1, 1, 1, 0], "padding": True},
+        "padding=True, with 8 experts and 2 choices",
+        "give the first of the experts that padding shall go to, or one for each choice.",
+    ),
+    "other rows": (
+        {"routing": [routing(1), routing(2)], "mask": [[1, 1, 1], [1, 0, 0]], "padding": 0},
+        "1 tokens in sequence 0, where row 0 of the mask has 3",
         "give the sequences in the order of the rows; those packed into fewer rows, joined into one array.",
     ),
     "other batch": (
@@ -359,6 +454,45 @@ def test_wrong_routing_is_told(name: str) -> None:
         Tape.from_routing(experts=8, **arguments)
 
     assert str(caught.value) == f"the routing has {fault}.\n  way out: {way_out}"
+
+
+def test_zeros_that_may_be_a_choice_are_taken() -> None:
+    for given_TLK in (
+        np.zeros((3, 2, 1), "int8"),  # of one choice nothing can be said
+        without_layer(0)[:1, 1:],
+        without_record(1)[:, :1],
+        without_record(1),
+    ):
+        mask = [n != 1 for n in range(len(given_TLK))]
+        assert Tape.from_routing(given_TLK, experts=8, mask=mask, padding=0).entries()
+    assert Tape.from_routing(without_record(1)[:, :1], experts=8).entries()
+    few_TLK = without_record(1) % 3  # which a draw has in one of 150
+    assert Tape.from_routing(few_TLK, experts=3).entries()
+
+
+def test_sequences_that_the_engine_padded_to_the_width_of_the_batch() -> None:
+    one, two = routing(3), routing(3)[::-1]
+    mask = np.array([[0, 1, 1], [1, 1, 0]])
+
+    array = Tape.from_routing([one, two], experts=8, mask=mask, padding=0).to_routing()
+
+    assert np.array_equal(array[mask == 1], np.stack([one, two])[mask == 1])
+
+
+def test_padding_of_any_integer_type_and_results_of_any_dtype() -> None:
+    for padding in (np.int64(3), np.array(3), np.array([3, 4])):
+        tape = Tape.from_routing(routing(4), experts=8, mask=[1, 1, 1, 1, 0], padding=padding)
+        for dtype in ("int32", np.int32, np.dtype("int32")):
+            assert tape.to_routing(dtype=dtype).dtype == np.int32
+        assert tape.to_routing()[4].tolist() == [[3, 4]] * 3
+
+
+@pytest.mark.parametrize("option", [{"name": 3}, {"layers": "abc"}, {"layers": ["a", None, "c"]}, {"layers": {"a"}}])
+def test_labels_and_names_are_texts(option: Any) -> None:
+    ((name, given),) = option.items()
+    with pytest.raises(OptionError) as caught:
+        Tape.from_routing(routing(), experts=8, **option)
+    assert str(caught.value).startswith(f"{name}={given!r} is no ")
 
 
 @pytest.mark.parametrize("given_TLK", [with_value(-1, "int8"), [routing(), with_value(-1, "int8")]])

@@ -300,7 +300,7 @@ def test_a_recording_is_not_saved_before_it_ends(tmp_path: Path) -> None:
         tape.save(tmp_path / "a.tape")
     assert str(caught.value).splitlines() == [
         "the tape is still being recorded.",
-        "  way out: save it after the block of `with record()`.",
+        "  way out: use it after the block of `with record()`.",
     ]
 
     tape.save(tmp_path / "a.tape")
@@ -421,8 +421,7 @@ class Hidden:
 
 
 OBJECT = "save what it says as numbers, texts or arrays (of an enum, its .value) and make it again from those."
-ARRAY = "save it as one of numbers: of a key, its data."
-OUTSIDE = "save the tape outside of jit and vmap: return it from the function, and save what comes back."
+ARRAY = "save it as one of numbers, such as int32 or float32: of a key, its data."
 PARTS = "save the parts that the recompute needs."
 ENUM = f"{Colour.__module__}.Colour"
 
@@ -438,8 +437,8 @@ ENUM = f"{Colour.__module__}.Colour"
         (np.array([1], "M8[s]"), "an array of dtype datetime64[s]", ARRAY),
         (
             np.ma.masked_array([1, 2], [0, 1]),
-            "an array whose values cannot be read: a masked array; save its data and its mask",
-            OUTSIDE,
+            "an array whose values cannot be read: a masked array",
+            "save its data and its mask.",
         ),
         (Hidden(1), "a Hidden with the field '_x', which no named tuple can have", "save its parts as a dict."),
         ({Colour.RED: 1}, f"an object of type {ENUM}, which only this process knows", OBJECT),
@@ -715,7 +714,11 @@ def assert_told(error: BaseException, path: Path, fault: str) -> None:
     said, dots, _ = fault.partition("…")
     wanted = f"{path} is not a tape that can be read: {said}"
     assert headline.startswith(wanted) if dots else headline == f"{wanted}."
-    assert way_out == "  way out: write it again with Tape.save; if it was copied, copy it again."
+    assert way_out == "  way out: " + (
+        "read it with the release of this library that wrote it, or write it again with this one."
+        if fault.startswith("version")
+        else "write it again with Tape.save; if it was copied, copy it again."
+    )
     assert len(headline) < 900
 
 
@@ -1002,13 +1005,21 @@ def test_what_is_no_file_is_told(tmp_path: Path) -> None:
             function(tmp_path / "loop")
         with pytest.raises(NotADirectoryError):
             function(tmp_path / "file" / "a.tape")
-        with pytest.raises(FileNotFoundError):
-            function(tmp_path / "nowhere" / "a.tape")
+        for path in (tmp_path / "nowhere" / "a.tape", ""):
+            with pytest.raises(FileNotFoundError) as missing:
+                function(path)
+            assert missing.value.filename == (path and str(path))
     assert {path.name for path in tmp_path.iterdir()} == {"pipe", "loop", "file"}
 
 
 def files_open() -> set[str]:
     return set(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else set()
+
+
+def test_a_path_may_be_bytes(tmp_path: Path) -> None:
+    path = os.fsencode(tmp_path / "a.tape")
+    saved(1).save(path)
+    assert data_of(Tape.load(path)) == (1,)
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
@@ -1079,8 +1090,9 @@ def test_an_error_while_writing_leaves_the_old_file(tmp_path: Path, monkeypatch:
     saved(1).save(path)
     for name in ("fsync", "replace"):
         monkeypatch.setattr(os, name, full)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OSError, match="No space left") as caught:
             saved(np.arange(99)).save(path)
+        assert (caught.value.filename, caught.value.filename2) == (str(path), None)  # no other file is the user's
         monkeypatch.undo()
         assert list(tmp_path.iterdir()) == [path]
         assert data_of(Tape.load(path)) == (1,)
@@ -1184,8 +1196,8 @@ def test_a_file_that_grows_shorter_meanwhile(tmp_path: Path, monkeypatch: pytest
     saved(np.arange(4)).save(path)
     whole = _tapefile.read_header
 
-    def cut(file: FileIO) -> Any:
-        header = whole(file)
+    def cut(file: FileIO, size: int) -> Any:
+        header = whole(file, size)
         os.truncate(path, path.stat().st_size - 1)
         return header
 

@@ -36,6 +36,18 @@ class Named(dict):
     pass
 
 
+class Locked(dict):
+    """As of a package of immutable containers."""
+
+    def __setitem__(self, key, value):
+        raise TypeError("locked")
+
+
+class Span(tuple):
+    def __new__(cls, first, last):
+        return super().__new__(cls, (first, last))
+
+
 class Thing:
     pass
 
@@ -54,6 +66,9 @@ VALUES = [
     Plan((1, 2), [3]),
     Handle([1], 2),
     Rows([1, 2]),
+    Locked(a=1, b=[2]),
+    Span(1, [2]),
+    Span(1, 2)[:1],
     Named(a=1),
     [[], {}, ()],
 ]
@@ -67,6 +82,14 @@ def test_what_is_built_is_equal_and_of_the_same_types(value) -> None:
     assert type(built) is type(value)
     assert built == value
     assert len(list(paths(spec))) == len(leaves)
+
+
+def test_attributes_of_containers_are_kept() -> None:
+    for value in (Locked(a=1), Span(1, 2), Rows([1]), Named(a=1)):
+        value.unit = "tokens"
+        leaves: list = []
+        built = unflatten(flatten(value, leaves), iter(leaves))
+        assert (built, built.unit) == (value, "tokens")
 
 
 def test_details_that_equality_does_not_see() -> None:

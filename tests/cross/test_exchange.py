@@ -338,6 +338,52 @@ def test_wide_floats_are_rounded_only_if_allowed(dtype: str, narrow: str) -> Non
 # ------------------------------------------------------------------------------------------- within one framework
 
 
+class Library:
+    """A library whose arrays are torch's, of types that numpy does not take."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __dlpack__(self, **how: Any) -> Any:
+        return self.tensor.__dlpack__(**how)
+
+    def __dlpack_device__(self) -> Any:
+        return self.tensor.__dlpack_device__()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_libraries_that_nobody_knows_have_all_types(dtype: str) -> None:
+    made = tensor_of(dtype, (64, 4))  # new memory, aligned
+    for tensor, why in [
+        (made, None),
+        (made[1:], "JAX copied it to read it"),  # not aligned
+        (made.T, "its elements are not in row-major order without gaps"),
+    ]:
+        before = torch_bytes(tensor)
+        array, report = roundpipe_jax.exchange(Library(tensor), "auto")
+        assert (array.dtype, jax_bytes(array)) == (dtype, torch_bytes(tensor))
+        assert (report.shared, report.source) == (why is None, __name__.partition(".")[0])
+        assert (array.unsafe_buffer_pointer() == tensor.data_ptr()) == report.shared
+        assert why in (None, report.reason)
+        snapshot = roundpipe_jax.from_dlpack(Library(tensor))
+        assert snapshot.unsafe_buffer_pointer() != tensor.data_ptr()
+        for held in (array, snapshot):  # in a layout that compiled functions take, and not theirs to write to
+            jax.jit(lambda x: x * 0, donate_argnums=0)(held).block_until_ready()
+        assert torch_bytes(tensor) == before
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int2", "float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz"])
+def test_types_that_jax_adds_to_numpy_come_back_to_it(dtype: str) -> None:
+    room = np.zeros(192, "uint8")
+    aligned = room[-room.ctypes.data % 64 :][:8].view(jnp.dtype(dtype))
+    aligned[:] = np.array([0, 1, 1, 0, 1, 0, 0, 1])
+    for source in (aligned, aligned[::2], aligned[1:]):
+        for copy in ("snapshot", "auto"):
+            got, report = roundpipe_jax.exchange(source, copy)
+            assert (got.dtype, np.asarray(got).tolist()) == (dtype, source.tolist())
+            assert report.nbytes == source.nbytes
+
+
 def test_torch_to_torch() -> None:
     tensor = torch.arange(4.0)
     shared, apart = (roundpipe_torch.from_dlpack(tensor, copy) for copy in ("share", "snapshot"))

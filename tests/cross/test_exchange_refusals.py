@@ -244,4 +244,16 @@ def test_eager_transformations_freeze_nothing() -> None:
 
 def test_a_capsule_says_what_to_pass() -> None:
     refused(roundpipe_jax.from_dlpack, torch.ones(3).__dlpack__(), "a PyCapsule", "pass the array itself")
-    refused(roundpipe_torch.from_dlpack, torch.ones(3).untyped_storage(), "an UntypedStorage", "pass the array itself")
+    storage = torch.ones(3).untyped_storage()
+    refused(roundpipe_torch.from_dlpack, storage, "a torch.storage.UntypedStorage", "pass the array itself")
+
+
+def test_the_gradient_of_what_has_none_is_told() -> None:
+    (float0,) = jax.grad(lambda x, n: x * n, argnums=(1,), allow_int=True)(1.0, 2)
+    for take in TAKERS.values():
+        refused(take, float0, "it is a float0", "leave it out")
+
+
+def test_what_torch_itself_cannot_copy_is_told() -> None:
+    with pytest.raises(ExchangeError, match=r"int4\[4\] cannot be taken into torch: torch cannot copy int4"):
+        roundpipe_torch.from_dlpack(torch.empty(4, dtype=torch.int4))

@@ -5,6 +5,7 @@ T tokens, D features, E experts, K chosen experts, C capacity of an expert.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -237,3 +238,30 @@ def test_what_cannot_be_compared_is_infinitely_far() -> None:
     with pytest.raises(OptionError, match="no frontend 'numpy' is imported") as caught:
         parity.converted("numpy", [1])
     assert 'name "torch" or "jax"' in str(caught.value)
+
+
+def test_arrays_of_numpy_and_numbers_are_compared_too() -> None:
+    for one, two in itertools.product([torch.tensor, jnp.asarray, np.array, np.float64, float], repeat=2):
+        same, apart = parity.compare({"a": one(2.0), "b": one(2.0)}, {"a": two(2.0), "b": two(3.0)}).rows
+        assert (same.distance, apart.distance) == (0.0, 0.5)
+
+
+def test_what_jax_cannot_hold_is_compared_in_torch() -> None:
+    wide = torch.tensor([1.0, 1.0 + 1e-12], dtype=torch.float64)
+    for one, two in [(jnp.ones(2), wide), (wide, jnp.ones(2)), (wide.numpy(), np.ones(2)), (wide, wide.tolist())]:
+        (row,) = parity.compare({"x": one}, {"x": two}).rows
+        assert row.distance == (np.inf if isinstance(two, list) else pytest.approx(1e-12 / np.sqrt(2), rel=1e-3))
+
+
+def test_parameters_of_a_model_are_weights() -> None:
+    model = torch.nn.Linear(3, 2)
+
+    check = parity.check(
+        lambda w, x: (x @ w["weight"].T + w["bias"]).square().sum(),
+        lambda w, x: jnp.square(x @ w["weight"].T + w["bias"]).sum(),
+        dict(model.named_parameters()),
+        [torch.ones(4, 3)],
+    ).raise_if_apart()
+
+    assert [row.name for row in check.rows] == ["loss", "gradient of ['weight']", "gradient of ['bias']"]
+    assert model.weight.grad is None

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
+import dataclasses
 import random
+import threading
+import warnings
 import weakref
 
 import numpy as np
@@ -22,9 +26,10 @@ from roundpipe_torch import (
     checkpoint,
     doing_recompute,
     recompute_once,
+    remat,
     save_for_recompute,
 )
-from tests.on_torch.oracle import ENGINES, WAYS, Source, agree, decided, leaf, plain
+from tests.on_torch.oracle import ENGINES, WAYS, Source, agree, decided, leaf, plain, same
 
 T, D, E = 16, 6, 5
 
@@ -260,6 +265,37 @@ def test_settings_of_the_forward_hold_in_the_recompute(inside, outside):
     agree(scenario)
 
 
+SCALE: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
+
+
+@pytest.mark.parametrize("place", ["here", "another thread"])
+@pytest.mark.parametrize("way", ENGINES)
+def test_variables_of_the_context_are_those_of_the_forward(way, place):
+    """Autograd's own threads have none that was set (pytorch issue 186537)."""
+
+    def scenario(way):
+        x, w = leaf(T, D, seed=1), leaf(D, D)
+
+        def layer(x):
+            before = SCALE.set(SCALE.get() * 2)
+            h = torch.tanh(x @ w * SCALE.get() * decided(lambda: 2.0))
+            SCALE.reset(before)
+            return torch.exp(h * SCALE.get())
+
+        outside = SCALE.set(3.0)
+        y = way(lambda x: way(layer, x).sin(), x)
+        SCALE.reset(outside)
+        backward = threading.Thread(target=y.sum().backward)
+        if place == "here":
+            backward.run()
+        else:
+            backward.start()
+            backward.join()
+        return x.grad, w.grad, SCALE.get()
+
+    agree(scenario, way)
+
+
 @pytest.mark.parametrize("setting", [name for name in AMBIENT if name not in ("nothing", "autocast without cache")])
 def test_the_sensitive_layer_is_sensitive(setting):
     x, w = leaf(T, D, seed=1), leaf(D, D)
@@ -296,6 +332,210 @@ def test_autocast_whatever_its_cache_holds(way, history):
     agree(scenario, way)
 
 
+# Modes that others set before the backward (TransformerEngine PR 3394, peft issue 2832)
+
+
+class Moded(torch.nn.Module):
+    """What it computes and keeps depends on its mode and on which weights are trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up = torch.nn.BatchNorm1d(D), torch.nn.Linear(D, D)
+        self.up.load_state_dict({"weight": leaf(D, D, seed=1).detach(), "bias": leaf(D, seed=2).detach()})
+
+    def forward(self, x):
+        h = dropout(torch.tanh(self.up(self.norm(x))), 0.3, self.training)
+        return torch.exp(h * (0.5 if self.training else 2.0)) * decided(lambda: 2.0)
+
+
+def half(net):
+    net[0].requires_grad_(False)
+
+
+MODES = {
+    "eval": (lambda net: net.train(), lambda net: net.eval()),
+    "train": (lambda net: net.eval(), lambda net: net.train()),
+    "one part": (lambda net: net[1].norm.eval(), lambda net: net.train()),
+    "frozen": (lambda net: net, lambda net: net.requires_grad_(False)),
+    "trained": (lambda net: net.requires_grad_(False), lambda net: net.requires_grad_()),
+    "half": (half, lambda net: net.requires_grad_()),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", ENGINES)
+def test_modes_set_by_others_before_the_backward(way, mode):
+    first, then = MODES[mode]
+
+    def modes(net):
+        return [module.training for module in net.modules()], [p.requires_grad for p in net.parameters()]
+
+    def scenario(way):
+        torch.manual_seed(1)
+        net, x = torch.nn.Sequential(Moded(), Moded()), leaf(T, D)
+        first(net)
+        y = way(net[1], way(net[0], x))
+        then(net)
+        now = modes(net)
+        y.square().sum().backward()
+        assert modes(net) == now
+        return x.grad, [p.grad for p in net.parameters()], list(net.buffers())
+
+    agree(scenario, way, vanishes=True)
+
+
+def test_modes_are_put_back_after_an_error_in_the_recompute():
+    def layer(x):
+        if doing_recompute():
+            assert net.training
+            raise OSError
+        return net(x).exp()
+
+    net = Moded()
+    y = checkpoint(layer, leaf(T, D))
+    net.eval().requires_grad_(False)
+    with pytest.raises(OSError):
+        y.sum().backward()
+    assert not net.norm.training
+    assert not net.up.weight.requires_grad
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("way", ENGINES)
+def test_an_argument_that_is_trained_from_now_on_or_no_more(way, nested, trained):
+    """An input is made one to attack after the clean forward; noise is frozen again."""
+
+    def scenario(way):
+        w, x, noise = leaf(D, D, seed=1), leaf(T, D), leaf(T, D, seed=2, grad=trained)
+
+        def layer(x, noise):
+            return torch.tanh((x * (noise[0] if nested else noise)) @ w).exp() * decided(lambda: 2.0)
+
+        y = way(layer, x, [noise] if nested else noise)
+        noise.requires_grad_(not trained)
+        y.sum().backward()
+        return x.grad, w.grad, noise.grad
+
+    agree(scenario, way)
+
+
+# Attributes of modules: weights that hooks norm, hidden states, masks, rotary tables that grow
+
+
+def normed_by_a_hook():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return torch.nn.utils.spectral_norm(torch.nn.Linear(D, D))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_weight_that_a_hook_makes_before_each_call(reentrant):
+    """A discriminator that sees two batches (pytorch PR 13350)."""
+
+    def scenario(way):
+        torch.manual_seed(1)
+        net = normed_by_a_hook()
+        judge = net if way is plain else remat(net, use_reentrant=reentrant)
+        real, fake = leaf(T, D), leaf(T, D, seed=1)
+        (judge(real).exp().sum() - judge(fake).sin().sum()).backward()
+        return real.grad, fake.grad, [p.grad for p in net.parameters()], [*net.buffers()]
+
+    same(scenario(remat), scenario(plain), within=1e-5 if reentrant else 0.0)
+
+
+class Stateful(torch.nn.Module):
+    """Goes on from what it was left with, as a hidden state, or a table that grows with its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.state, self.table, self.aux = torch.nn.Linear(D, D), None, None, 0.0
+        self.up.load_state_dict({"weight": leaf(D, D, seed=1).detach(), "bias": leaf(D, seed=2).detach()})
+        self.register_buffer("scale", torch.ones(D))
+        self.longest = 0
+
+    def forward(self, x, cut):
+        if len(x) > self.longest:
+            self.longest = len(x)
+            self.scale = torch.full((D,), 1.0 / len(x))
+            self.table = torch.arange(float(len(x) * D)).view(-1, D).cos()
+        h = torch.tanh(self.up(x * self.table[: len(x)]) * self.scale)
+        if self.state is not None:
+            h = h * (self.state[0].detach() if cut else self.state[0])
+        self.state = h.mean(0), len(x)
+        self.aux = self.aux + h.square().mean()
+        return h.exp()
+
+
+@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_state_that_goes_on_from_call_to_call(way, cut):
+    def scenario(way):
+        net, x = Stateful(), leaf(3 * T, D)
+        y = [way(net, part, cut) for part in (x[:T], x[T : T + 4], x[: 2 * T])]
+        left = net.state, net.longest
+        (torch.cat(y).sum() + net.aux).backward()
+        assert net.state is left[0]
+        assert net.longest == left[1]
+        return x.grad, [p.grad for p in net.parameters()]
+
+    agree(scenario, way)
+
+
+def test_what_a_module_notes_of_itself_is_not_turned_back():
+    """FSDP sets itself up in its first forward, and must not do so again."""
+
+    class Noting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.ready, self.helper, self.calls, self.table = None, None, 0, None
+
+        def forward(self, x):
+            if self.ready is None:
+                self.ready, self.helper = True, object()
+                made.append(self.helper)
+            self.calls += 1
+            self.table = x.detach().cos()
+            return torch.sin(x * self.table)
+
+    made, net, x = [], Noting(), leaf(T, D)
+    checkpoint(net, x).sum().backward()
+    assert made == [net.helper]
+    assert (net.ready, net.calls) == (True, 2)
+
+
+class Masked(torch.nn.Module):
+    """What the caller sets for each batch; and a sum that the decision moves."""
+
+    mask: torch.Tensor | None = None
+    seen: torch.Tensor | None = None
+
+    def route(self, x):
+        self.seen = x.detach().sum(0) + (0 if self.seen is None else self.seen)
+        return self.seen.argmax()
+
+    def forward(self, x, told):
+        best = decided(lambda: self.route(x)) if told else recompute_once(self.route, x)
+        return torch.tanh(x * self.mask) * best * self.seen.cos()
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("way", ENGINES)
+def test_a_tensor_that_the_caller_sets_for_each_call(way, told):
+    def scenario(way):
+        net, w, x = Masked(), leaf(T, D, seed=1), leaf(T, D)
+        net.mask, net.seen = w * 2, torch.zeros(D)
+        first = way(net, x, told)
+        net.mask = w * 3
+        first.sum().backward()
+        left = net.seen
+        net.mask = None
+        assert net.seen is left
+        return x.grad, w.grad, net.seen
+
+    agree(scenario, way)
+
+
 # Objects that the layer fills (transformers PR 46572, pytorch issue 155171)
 
 
@@ -316,6 +556,37 @@ def test_a_growing_cache_grows_once():
         return x.grad, w.grad, [len(cache[name]) for name in "ab"]
 
     agree(scenario)
+
+
+@dataclasses.dataclass
+class Batch:
+    hidden: torch.Tensor
+    seen: list[int]
+
+
+@pytest.mark.parametrize("way", ENGINES)
+def test_what_the_layer_puts_into_its_arguments_is_there_once(way):
+    """Objects of graphs and batches that layer after layer fills (TabPFN PR 1138, transformers PR 46572)."""
+
+    def scenario(way):
+        w, x = leaf(D, D, seed=1), leaf(T, D)
+        taken, keys, stats, tags = [x * 1], {}, np.zeros(2), {"a"}
+        batch, queue = Batch(x * 2, []), collections.deque([3.0])
+
+        def layer(taken, batch, queue, *, keys, stats, tags):
+            h = torch.tanh(taken.pop() @ w) * batch.hidden * queue.popleft() * len(tags)
+            batch.hidden = (h @ w).sin()
+            batch.seen.append(len(h))
+            keys["h"] = h.detach()
+            stats += 1
+            tags.add("b")
+            return batch.hidden.exp() * torch.exp(h * stats[0].item()) * decided(lambda: 2.0)
+
+        y = way(layer, taken, batch, queue, keys=keys, stats=stats, tags=tags)
+        y.sum().backward()
+        return x.grad, w.grad, keys["h"], batch.hidden.detach(), batch.seen, list(stats), sorted(tags), len(taken)
+
+    agree(scenario, way)
 
 
 def test_a_static_cache_written_in_place():

@@ -237,7 +237,9 @@ class Hooking(nn.Module):
         return nn.functional.dropout(x, 0.5) * self.calls.clone()
 
 
-@pytest.mark.parametrize("function", ["_call", "Resting.__enter__", "_Recompute.run", "Buffers.put_back"])
+@pytest.mark.parametrize(
+    "function", ["_call", "Resting.__enter__", "_Recompute.run", "Buffers.put_back", "Modes.put_back", "Modes._swapped"]
+)
 def test_an_interrupt_where_something_is_put_in_or_taken_out_leaves_all_as_it_was(function):
     """At each line there, as the lines of a whole step are too many to try them all."""
 
@@ -247,9 +249,9 @@ def test_an_interrupt_where_something_is_put_in_or_taken_out_leaves_all_as_it_wa
 
     def step():
         found[:] = [torch.ones(8, requires_grad=True)]
-        y = checkpoint(net, found[0])
+        y = checkpoint(net.train(), found[0])
         torch.rand(())
-        found.extend([net.calls, torch.get_rng_state()])
+        found.extend([net.eval().calls, torch.get_rng_state()])
         y.sum().backward()
 
     net, found = Hooking(), []
@@ -262,7 +264,8 @@ def test_an_interrupt_where_something_is_put_in_or_taken_out_leaves_all_as_it_wa
             step()
         assert left_behind() == clean, f"line {n}"
         assert [*(found[0]._backward_hooks or {}).values()] in ([], [torch.neg]), f"line {n}"
-        assert found[1:] == [] or (net.calls is found[1] and torch.equal(torch.get_rng_state(), found[2])), f"line {n}"
+        assert net.training is (found[1:] == []), f"line {n}"
+        assert net.training or (net.calls is found[1] and torch.equal(torch.get_rng_state(), found[2])), f"line {n}"
 
 
 def test_an_error_that_a_region_catches_leaves_the_thread_in_it():

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from roundpipe_torch import (
+    CheckpointMismatchError,
     MismatchError,
     OptionError,
     checkpoint,
@@ -194,6 +195,61 @@ def test_leaves_that_only_the_recompute_has() -> None:
     assert not w.grad
     with pytest.raises(MismatchError, match="or a leaf that the forward did not have"):
         torch.autograd.grad(y.sum(), x)
+
+
+def another_adapter(net):
+    net.active = "other"
+
+
+def loaded_by_assignment(net):
+    net.load_state_dict({name: weight.clone() for name, weight in net.state_dict().items()}, assign=True)
+
+
+class Adapted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.other, self.active = nn.Linear(4, 4), nn.Linear(4, 4), "first"
+
+    def forward(self, x):
+        return getattr(self, self.active)(x).exp()
+
+
+@pytest.mark.parametrize("swap", [another_adapter, loaded_by_assignment])
+def test_a_weight_that_was_swapped_before_backward_is_an_error(swap) -> None:
+    """As with the default engine (peft issue 2832)."""
+    net = Adapted()
+    y = reentrant(net, leaf())
+    swap(net)
+    with pytest.raises(CheckpointMismatchError, match=r"used another parameter than the forward: float32\[4, 4\]"):
+        y.sum().backward()
+
+
+def test_what_a_region_was_given_goes_with_its_backward() -> None:
+    """Though its output is still there (pytorch issue 84413, Megatron-LM PR 6339)."""
+
+    class Batch:
+        pass
+
+    def given(batch, x):
+        refs.append(weakref.ref(batch))
+        return reentrant(lambda x, batch: x.exp(), x, batch), reentrant(lambda x: (batch, x.exp())[1], x)
+
+    refs: list = []
+    outputs = given(Batch(), leaf())
+    sum(outputs).sum().backward(retain_graph=True)
+    assert refs[0]() is not None
+    sum(outputs).sum().backward()
+    assert refs[0]() is None
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        outputs[0].sum().backward()
+
+
+def test_a_region_without_arguments_cannot_be_differentiated_twice() -> None:
+    w = leaf()
+    y = reentrant(lambda: w.exp())
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.sum().backward()
 
 
 def test_a_parameter_made_by_the_layer_does_not_stay() -> None:

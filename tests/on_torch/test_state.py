@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from roundpipe_torch import (
     CheckpointMismatchError,
     MismatchError,
+    _state,
     checkpoint,
     doing_recompute,
     get_recompute_data,
@@ -541,3 +542,29 @@ def test_no_collection_starts_while_torch_holds_the_lock_of_a_generator() -> Non
     assert len(held) == 2000
     assert len(starts) > 100
     assert not any(starts)
+
+
+def test_the_current_device_is_that_of_the_forward(monkeypatch):
+    """Autograd runs on a thread that has the device of the tensors (pytorch PR 172802)."""
+    current, made = [1], []
+    monkeypatch.setattr(_state, "_ACCELERATOR", torch.device("cuda"))
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: current[0])
+    monkeypatch.setattr("torch.cuda.set_device", lambda index: current.__setitem__(0, index))
+    settings = tuple(_state._settings())
+    setting = settings[1]
+    assert setting[0] is _state._current_device
+    monkeypatch.setattr(_state, "_ACCELERATOR", None)
+    monkeypatch.setattr(_state, "_started_backend", lambda: torch.cuda)
+    monkeypatch.setattr(_state, "_SETTINGS", (setting, *_state._SETTINGS))
+    monkeypatch.setattr(_state, "_READERS", (setting[0], *_state._READERS))
+    surroundings = _state._SURROUNDINGS
+    monkeypatch.setattr(_state, "_SURROUNDINGS", (*surroundings[:3], setting[0], *surroundings[3:]))
+    monkeypatch.setattr(_state, "generators_of", lambda *a: _state._CPU_ONLY)
+
+    x = leaf()
+    y = checkpoint(lambda x: (made.append(current[0]), x.exp())[1], x, preserve_rng_state=False)
+    current[0] = 0
+    y.sum().backward()
+    assert made == [1, 1]
+    assert current == [0]

@@ -1,0 +1,154 @@
+"""What a forward found of its modules besides buffers: modes, which weights are trained, attributes that are tensors.
+
+Others set the modes of whole models: `eval()` for a validation, `requires_grad_(False)` for the other half of a GAN. A
+backward that is still due has nothing to do with it, for autograd has noted what it needs. Hooks and callers set
+tensors: a weight that is normed before each call, the mask of a batch. A recompute has to find all of it as its forward
+did (R10).
+
+Attributes that the forward itself sets are another matter. If it left nothing out, and does not know its phase, its
+recompute does the same again, and so begins with what was there before. Else only the layer knows what it will need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.jit import ScriptModule
+
+__all__ = ["Modes", "with_children"]
+
+_ABSENT: Any = object()
+_Attribute = tuple[torch.nn.Module, str, Any]
+
+
+def with_children(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """These and all that are inside of them, but for scripted ones, of which nothing can be swapped."""
+    waiting: list[torch.nn.Module | None] = [*modules]
+    found, seen = [], set()
+    while waiting:
+        module = waiting.pop()
+        if module is None or id(module) in seen:
+            continue
+        seen.add(id(module))
+        if not isinstance(module, ScriptModule):
+            found.append(module)
+            if module._modules:
+                waiting += module._modules.values()
+    return found
+
+
+class Modes:
+    """What was set of modules when a forward began."""
+
+    __slots__ = ("_attributes", "_before", "_begun", "_modules", "_trained", "_training", "_weights")
+
+    def __init__(self, modules: list[torch.nn.Module]) -> None:
+        self._modules = modules
+        self._weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]
+        self._training, self._trained = [*map(_training, modules)], [*map(_trained, self._weights)]
+        self._begun = [(module, vars(module).copy()) for module in modules if _may_have_more(module)]
+        self._attributes: list[_Attribute] = []
+        self._before: list[tuple[Any, str, Any]] = []  # what is to be put back
+
+    def settle(self, repeats: bool, moved: Iterable[torch.nn.Module]) -> None:
+        """The forward is over.
+
+        Args:
+            repeats: its recompute does all that it did.
+            moved: modules of which it changed buffers. What numbers they have may tell of what is in these.
+        """
+        steered = {id(module) for module in moved} if repeats else ()
+        for module, then in self._begun:
+            now = vars(module)
+            for name in [*now] if repeats else [*then]:
+                before, after = then.get(name, _ABSENT), now.get(name, _ABSENT)
+                if before is after:
+                    wanted = _is_data(before)  # others may put another there
+                elif _is_data(before) or _is_data(after):
+                    wanted = repeats
+                else:
+                    wanted = id(module) in steered and type(before) in _NUMBERS and not name.startswith(_OF_FRAMEWORKS)
+                if wanted:
+                    self._attributes.append((module, name, before))
+        self._begun = []
+
+    def restored(self) -> contextlib.AbstractContextManager[None] | None:
+        """A context in which all is as it was then; None if it is so now."""
+        if (
+            [*map(_training, self._modules)] == self._training
+            and [*map(_trained, self._weights)] == self._trained
+            and not any(map(_has_changed, self._attributes))
+        ):
+            return None
+        return self._swapped()
+
+    @contextlib.contextmanager
+    def _swapped(self) -> Iterator[None]:
+        modes = zip(self._modules, self._training, strict=True)
+        trained = zip(self._weights, self._trained, strict=True)
+        wanted: list[tuple[Any, str, Any]] = [
+            *((module, "training", then) for module, then in modes),
+            *((weight, "requires_grad", then) for weight, then in trained if weight.is_leaf),
+            *filter(_has_changed, self._attributes),
+        ]
+        try:
+            for one, name, then in wanted:
+                now = _found(one, name)
+                if now is not then:
+                    self._before.append((one, name, now))
+                    _set(one, name, then)
+            yield
+        finally:
+            self.put_back()
+
+    def put_back(self) -> None:
+        """Set what there was. May be called again: an interrupt may have cut it short."""
+        while self._before:
+            _set(*self._before[-1])
+            self._before.pop()
+
+
+_training: Callable[[torch.nn.Module], bool] = attrgetter("training")
+_trained: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
+
+
+def _found(one: Any, name: str) -> Any:
+    return one.requires_grad if isinstance(one, torch.Tensor) else vars(one).get(name, _ABSENT)
+
+
+def _set(one: Any, name: str, value: Any) -> None:
+    if isinstance(one, torch.Tensor):
+        one.requires_grad_(value)
+    elif value is _ABSENT:
+        vars(one).pop(name, None)
+    else:
+        vars(one)[name] = value
+
+
+def _has_changed(attribute: _Attribute) -> bool:
+    """Whether it is another tensor now, or number. What may become anything else, as FSDP's notes, is left alone."""
+    module, name, then = attribute
+    now = _found(module, name)
+    return now is not then and (type(then) in _NUMBERS or _is_data(then) or _is_data(now))
+
+
+_NUMBERS = frozenset({bool, int, float})
+_OF_FRAMEWORKS = ("_", "ds_", "training")
+"""Where they keep numbers that may not be turned back. DeepSpeed counts in `ds_...`."""
+
+
+def _may_have_more(module: torch.nn.Module) -> bool:
+    """Whether its class or a hook may set attributes of a tensor."""
+    return bool(module._forward_pre_hooks) or not type(module).__module__.startswith("torch.nn.modules.")
+
+
+def _is_data(value: Any) -> bool:
+    """Whether it is a tensor, or a tuple of some; but for views of weights, which FSDP makes and takes away again."""
+    if isinstance(value, torch.Tensor):
+        base = value._base
+        return base is None or not (base.is_leaf and base.requires_grad)
+    return isinstance(value, tuple) and any(map(_is_data, value))

@@ -1,0 +1,92 @@
+"""The transforms of torch.func, inside of a layer and around one.
+
+*Inside*, `grad`, `vjp` and their kin refuse hooks for saved tensors, for they would have to wrap what a hook gives.
+Ours are lifted as long as one runs: what it keeps for a backward of the layer the graph of the forward keeps, as if
+`keep` had been said of it.
+
+*Around*, `vmap` stands above autograd, which saves whole batches. The arguments of a region are of one call of `vmap`
+though, and so is what it decides. A recompute in backward, where that call is over, begins it once more. What `jvp`
+gives a region is dead by then. `grad` would refuse the region's hooks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch._functorch.pyfunctorch import (
+    GradInterpreter,
+    VmapInterpreter,
+    retrieve_all_functorch_interpreters,
+    temporarily_clear_interpreter_stack,
+)
+
+from ._errors import under_a_transform
+from ._torchs import innermost, is_ours
+
+__all__ = ["Batches", "batched", "batches_around", "let_transforms_lift_hooks", "transformed"]
+
+Batches = tuple[tuple[int, str], ...]
+"""For each `vmap`, the outermost first: how many calls it makes one of, and how these draw random numbers."""
+
+_functorch: Any = torch._C._functorch
+transformed: Callable[[], Any] = _functorch.peek_interpreter_stack
+"""Something, if a transform runs on this thread."""
+
+
+def batches_around(layer: str, use_reentrant: bool) -> Batches | None:
+    """Those that a region begins in; None if there is more around it, so that no recompute can be."""
+    around = retrieve_all_functorch_interpreters()
+    if use_reentrant or any(isinstance(one, GradInterpreter) for one in around):
+        raise under_a_transform(layer, use_reentrant)
+    batches = tuple((one.batch_size(), one.randomness()) for one in around if isinstance(one, VmapInterpreter))
+    return batches if len(batches) == len(around) else None
+
+
+def batched(layer: str, batches: Batches | None) -> AbstractContextManager[None]:
+    """Run in these, and in no others."""
+    if batches is None:
+        raise under_a_transform(layer, False)
+    return _batched(batches)
+
+
+@contextlib.contextmanager
+def _batched(batches: Batches) -> Iterator[None]:
+    begun = 0
+    with temporarily_clear_interpreter_stack():
+        try:
+            for size, randomness in batches:
+                _functorch._vmap_increment_nesting(size, randomness)
+                begun += 1
+            yield
+        finally:
+            for _ in range(begun):
+                _functorch._vmap_decrement_nesting()
+
+
+def let_transforms_lift_hooks() -> None:
+    """Replace the function of torch that refuses hooks, once. Where none of ours are in force it does what it did."""
+    graph: Any = torch.autograd.graph
+    refuse: Callable[[str], AbstractContextManager[None]] = graph.disable_saved_tensors_hooks
+
+    @contextlib.contextmanager
+    def disable_saved_tensors_hooks(error_message: str) -> Iterator[None]:
+        lifted = []
+        while is_ours(innermost(False)):
+            lifted.append(innermost(False))
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            with refuse(error_message):
+                yield
+        finally:
+            for hooks in reversed(lifted):
+                torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+    graph.disable_saved_tensors_hooks = disable_saved_tensors_hooks
+    dynamo: Any = sys.modules.get("torch._dynamo.variables.torch")
+    if dynamo is not None:  # else it will find this one when it is loaded
+        dynamo.supported_ctx_manager_classes[disable_saved_tensors_hooks] = None
