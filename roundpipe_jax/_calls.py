@@ -22,13 +22,14 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from roundpipe_core._errors import MismatchError, OptionError, TapeError, message
+from roundpipe_core._errors import GradientError, MismatchError, OptionError, TapeError, message
 from roundpipe_core._phase import Phase, open_slot, thread
 from roundpipe_core._replay import TapedSlot, TapeRun
 from roundpipe_core._slots import Slot, facts_of, label_of, where
 from roundpipe_core._tape import Skeleton
 
 from . import _arguments
+from ._counters import Counters
 from ._explain import note
 from ._identity import codes
 from ._inner import MarkedSlot, Marks, item, run_with
@@ -46,7 +47,7 @@ from ._jax import (
 )
 from ._keep import refuse_on_tape
 from ._offload import Offload, Offloading, check_memory, slot_flags
-from ._packing import Held, Split, Template, in_jax, split
+from ._packing import Held, Split, Template, alike, in_jax, split
 from ._places import of_error, of_io
 from ._policies import check_matches, with_tags
 from ._refusals import Refusals
@@ -166,8 +167,10 @@ class Layer(NamedTuple):
     arguments: Split
     label: Any
     kind: int  # the same for calls that likely need the same form
+    counters: Counters  # as the call found them
 
     def apply(self, arrays: Sequence[Any]) -> Any:
+        self.counters.put_back()
         args, kwargs = _arguments.without_static(*self.arguments.join(arrays))
         return self.fun()(*args, **kwargs)
 
@@ -304,7 +307,8 @@ class Call:
             )
         arrays, self.arguments = split((args, kwargs))
         self.arrays = [in_jax(array) for array in arrays]
-        self.layer = Layer(lambda: fun, self.arguments, self.label, self._kind())
+        self.counters = Counters()
+        self.layer = Layer(lambda: fun, self.arguments, self.label, self._kind(), self.counters)
         self.away = self._away(args, kwargs)
         self.barrier = _arguments.barriers(options.prevent_cse, args, kwargs, self.arguments.array)
 
@@ -341,7 +345,7 @@ class Call:
     @functools.cached_property
     def memory(self) -> dict[Hashable, Any] | None:
         """What earlier calls found out about the layer, if it cannot have changed since."""
-        if self.key is None:
+        if self.key is None or self.counters.anybody_draws:
             return None
         return memory(self.fun, trace_state() if any(map(is_abstract, self.arrays)) else None)
 
@@ -484,7 +488,7 @@ class Call:
         if self.options.verify != "off":
             decide = functools.partial(self.layer.decided_again, template)
             label, how = label_of(self.label), self.options.verify
-            with updated(True):
+            with updated(True), self.counters.again():
                 self.layer.begun(lambda: verified(label, how, decide, outputs, shape, saved, template, self.arrays))
         consts = forward.consts if forward is not None else []
         return shape.join(self._in_reverse(lambda: lane(outputs, saved, inputs, consts)))
@@ -509,7 +513,8 @@ class Call:
     def _looking(self, key: Hashable, function: Callable[..., Any], arrays: Sequence[Any]) -> Program:
         """The program of a recompute, which may have looked at values."""
         try:
-            return self._program(key, function, arrays)
+            with self.counters.again():
+                return self._program(key, function, arrays)
         except _LOOKED as error:
             raise MismatchError(
                 message(
@@ -536,6 +541,7 @@ class Call:
             forward = forward and forward.bare()
             options = {"forward": forward, "slots": slots, "barrier": self.barrier, "policy": policy, "away": away}
             options["unfit"] = functools.partial(_calls_back, self.refusals, program.jaxpr.jaxpr)
+            options["not_linear"] = functools.partial(_not_linear, label_of(self.label), self.refusals.at)
             if self.options.mode == "custom_vjp":
                 lane = ResidualLane(program.pruned().bare(), refusals=self.refusals, **options)
             else:
@@ -781,7 +787,7 @@ def _replayed_in(skeleton: Skeleton, axes: Sequence[int], layer: Layer, *values:
 def _held_weakly(call: Call, function: Callable[..., Any]) -> Callable[..., Any]:
     fun: Any = weakref.ref(call.fun)
     label, arguments, kind = call.options.label, call.arguments, call.layer.kind
-    return lambda *values: function(Layer(fun, arguments, label or labelled(fun()), kind), *values)
+    return lambda *values: function(Layer(fun, arguments, label or labelled(fun()), kind, Counters()), *values)
 
 
 def labelled(fun: Any) -> Any:
@@ -814,6 +820,16 @@ def _calls_back(layer: Refusals, program: Jaxpr) -> MismatchError:
     )
 
 
+def _not_linear(layer: str, at: Sequence[tuple[str, str]]) -> GradientError:
+    return GradientError(
+        message(
+            f"layer {layer!r}: what it saves depends on the argument of jax.linear_transpose, so it is not linear.",
+            at,
+            "let it decide by other arguments, or decide outside of it and pass in the decision.",
+        )
+    )
+
+
 def _calls_back_inside(layer: Refusals, program: Jaxpr) -> MismatchError:
     return MismatchError(
         message(
@@ -830,7 +846,7 @@ def _calls_back_inside(layer: Refusals, program: Jaxpr) -> MismatchError:
 def _check_agreement(layer: Refusals, outputs: Sequence[Any], shape: Split, again: Sequence[Any], other: Split) -> None:
     """R10: both phases return the same kind of thing."""
     facts: list[tuple[str, str]] = []
-    if shape.tree != other.tree or list(shape.array) != list(other.array):
+    if not alike(shape.tree, other.tree) or list(shape.array) != list(other.array):
         facts = [("forward", f"returned {shape.tree}"), ("recompute", f"returned {other.tree}")]
     for n, (one, two) in enumerate(zip(outputs, again, strict=False)):
         if not facts and (one.shape != two.shape or one.dtype != two.dtype):

@@ -22,6 +22,7 @@ from roundpipe_core._phase import Phase, Run, thread
 from roundpipe_core._slots import Entry, Key, Place, Slot, spoken, where
 from roundpipe_core._trees import Spec, flatten, paths, unflatten
 
+from ._cuts import cut_off
 from ._jax import (
     behind,
     cannot_name,
@@ -362,7 +363,7 @@ def stop_gradients(values: T) -> T:
 
 def _stopped(leaf: Any) -> Any:
     if is_tracer(leaf) and is_float(leaf):
-        return jnp.asarray(jax.lax.stop_gradient(leaf))  # behind a tracer may be a Python float
+        return jnp.asarray(cut_off(leaf))  # behind a tracer may be a Python float
     return leaf
 
 

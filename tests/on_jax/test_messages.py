@@ -1,5 +1,6 @@
 """Every error of the JAX frontend, line by line."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,13 @@ OPTIONS = {
         ["remat: verify=True does not exist.", "  way out: choose one of 'off', 'warn', 'raise'."],
     ),
     "fun": (lambda: remat(3), ["remat takes a function, not 3.", "  way out: pass the layer itself."]),
+    "class": (
+        lambda: remat(functools.partial),
+        [
+            "remat takes a function, and partial is a class: a call of it makes a layer, and runs none.",
+            "  way out: pass an instance or a function; for a class of flax there is flax.linen.remat.",
+        ],
+    ),
     "argnums": (
         lambda: remat(jnp.sin, static_argnums="x"),  # type: ignore[arg-type]
         ["remat: static_argnums='x'.", "  way out: give positions: an int, or a tuple of ints."],
