@@ -129,8 +129,12 @@ class TapeRun(Run):
     def check(self, doing: str, place: Place | None) -> None:
         """Refuse that a layer meets the block here: in another task, or if a frontend has a reason."""
         self._refuse_in_another_task(doing, place)
-        for guard in self.guards:
-            guard.check(doing, place)
+        try:
+            for guard in self.guards:
+                guard.check(doing, place)
+        except TapeError as error:
+            self.lost = self.lost or error
+            raise
 
     def adopt(self, leaf: Any, like: Any) -> Any:
         # Outside of regions nobody says which framework asks: that of the layer's own data, or the tape's.

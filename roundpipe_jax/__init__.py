@@ -41,6 +41,7 @@ from roundpipe_core import (
 from roundpipe_core._backend import outside_keeps, outside_saves, register_backend, tape_guards
 
 from ._backend import JaxArrays
+from ._checkpoints import lead_checkpoints
 from ._exchange import exchange, from_dlpack
 from ._explain import Explanation, LayerCost, explain
 from ._layers import remat_layers
@@ -98,3 +99,4 @@ register_backend(JaxArrays())
 outside_saves.append(saved_outside)
 outside_keeps.append(kept_outside)
 tape_guards.append(Guard)
+lead_checkpoints()

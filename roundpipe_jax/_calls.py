@@ -20,15 +20,16 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from roundpipe_core._errors import MismatchError, OptionError, message
+from roundpipe_core._errors import GradientError, MismatchError, OptionError, TapeError, message
 from roundpipe_core._phase import Phase, open_slot, thread
 from roundpipe_core._replay import TapedSlot, TapeRun
 from roundpipe_core._slots import Slot, facts_of, label_of, where
 from roundpipe_core._tape import Skeleton
 
 from . import _arguments
+from ._counters import Counters
 from ._explain import note
 from ._identity import codes
 from ._inner import MarkedSlot, Marks, item, run_with
@@ -46,7 +47,8 @@ from ._jax import (
 )
 from ._keep import refuse_on_tape
 from ._offload import Offload, Offloading, check_memory, slot_flags
-from ._packing import Held, Split, Template, in_jax, split
+from ._packing import Held, Split, Template, alike, in_jax, split
+from ._places import of_error, of_io
 from ._policies import check_matches, with_tags
 from ._refusals import Refusals
 from ._regions import Away, CheckpointLane, ResidualLane
@@ -118,6 +120,12 @@ def _clear(slot: Slot) -> None:
     slot.children.clear()
 
 
+def _lose(error: TapeError | None) -> None:
+    """The tape that is recorded lacks a decision, for this reason: an error, should the program go on."""
+    if isinstance(thread.run, TapeRun):
+        thread.run.lost = thread.run.lost or error
+
+
 class Failed:
     """What a layer had saved when it ended with an exception, in the trace of a recording."""
 
@@ -159,8 +167,10 @@ class Layer(NamedTuple):
     arguments: Split
     label: Any
     kind: int  # the same for calls that likely need the same form
+    counters: Counters  # as the call found them
 
     def apply(self, arrays: Sequence[Any]) -> Any:
+        self.counters.put_back()
         args, kwargs = _arguments.without_static(*self.arguments.join(arrays))
         return self.fun()(*args, **kwargs)
 
@@ -297,7 +307,8 @@ class Call:
             )
         arrays, self.arguments = split((args, kwargs))
         self.arrays = [in_jax(array) for array in arrays]
-        self.layer = Layer(lambda: fun, self.arguments, self.label, self._kind())
+        self.counters = Counters()
+        self.layer = Layer(lambda: fun, self.arguments, self.label, self._kind(), self.counters)
         self.away = self._away(args, kwargs)
         self.barrier = _arguments.barriers(options.prevent_cse, args, kwargs, self.arguments.array)
 
@@ -334,7 +345,7 @@ class Call:
     @functools.cached_property
     def memory(self) -> dict[Hashable, Any] | None:
         """What earlier calls found out about the layer, if it cannot have changed since."""
-        if self.key is None:
+        if self.key is None or self.counters.anybody_draws:
             return None
         return memory(self.fun, trace_state() if any(map(is_abstract, self.arrays)) else None)
 
@@ -460,7 +471,7 @@ class Call:
         if program is None:
             program = self._recomputed(shape, saved, template)
             again: Split = program.out[1].value.shape
-            _check_agreement(label_of(self.label), outputs, shape, program.out[0], again)
+            _check_agreement(self.refusals, outputs, shape, program.out[0], again)
             if program.cached:
                 known["recompute"] = program
         found: Recompute = program.out[1].value
@@ -477,7 +488,7 @@ class Call:
         if self.options.verify != "off":
             decide = functools.partial(self.layer.decided_again, template)
             label, how = label_of(self.label), self.options.verify
-            with updated(True):
+            with updated(True), self.counters.again():
                 self.layer.begun(lambda: verified(label, how, decide, outputs, shape, saved, template, self.arrays))
         consts = forward.consts if forward is not None else []
         return shape.join(self._in_reverse(lambda: lane(outputs, saved, inputs, consts)))
@@ -502,12 +513,17 @@ class Call:
     def _looking(self, key: Hashable, function: Callable[..., Any], arrays: Sequence[Any]) -> Program:
         """The program of a recompute, which may have looked at values."""
         try:
-            return self._program(key, function, arrays)
+            with self.counters.again():
+                return self._program(key, function, arrays)
         except _LOOKED as error:
             raise MismatchError(
                 message(
                     f"layer {label_of(self.label)!r}: the recompute looks at a value that the forward did not save.",
-                    [("forward", "ran on values"), ("recompute", "is traced, and has only what was saved")],
+                    [
+                        *of_error("looks at", error),
+                        ("forward", "ran on values"),
+                        ("recompute", "is traced, and has only what was saved"),
+                    ],
                     "save the decision, without looking again in the recompute: "
                     "`flag = recompute_once(lambda: bool(condition))`, and branch on that; or look only in the forward "
                     "branch of `if doing_recompute():`, and save there.",
@@ -524,7 +540,8 @@ class Call:
         if lane is None:
             forward = forward and forward.bare()
             options = {"forward": forward, "slots": slots, "barrier": self.barrier, "policy": policy, "away": away}
-            options["unfit"] = functools.partial(_calls_back, label_of(self.label))
+            options["unfit"] = functools.partial(_calls_back, self.refusals, program.jaxpr.jaxpr)
+            options["not_linear"] = functools.partial(_not_linear, label_of(self.label), self.refusals.at)
             if self.options.mode == "custom_vjp":
                 lane = ResidualLane(program.pruned().bare(), refusals=self.refusals, **options)
             else:
@@ -562,7 +579,7 @@ class Call:
                 message(
                     f"layer {label_of(self.label)!r}: it saves inside a scan, cond, vmap, while or jitted function, "
                     "and looks at values. It can do one of the two: for the first it is traced as a whole.",
-                    [("looked", str(error).partition("\n")[0])],
+                    [*self.refusals.at, ("looked", str(error).partition("\n")[0]), *of_error("looked at", error)],
                     "wrap the function that saves in remat of its own, instead of the layer around it; or let the "
                     "inner function return the decisions and save them outside of it.",
                 )
@@ -578,7 +595,7 @@ class Call:
         except NotImplementedError as error:
             if not is_about_effects(error):
                 raise
-            raise _calls_back_inside(label_of(self.label)) from error
+            raise _calls_back_inside(self.refusals, program.jaxpr.jaxpr) from error
         if found.marked is not None and outer is None:
             names = sorted(found.names)
             count = len(results) - len(names)
@@ -588,12 +605,15 @@ class Call:
 
     def _fill_failed(self, slot: Slot, program: Program, found: Forward, journal: Journal | None) -> None:
         """Put into the slot what the layer saved before it failed."""
-        led = self._led(program, found, journal, whole=True)
-        values = dict(zip(sorted(found.names), stop_gradients(led.run(led.consts, self.arrays)), strict=True))
         assert found.marked is not None
-        found.marked.fill(self._emptied(slot, "taped"), values)
-        if isinstance(thread.run, TapeRun):
-            thread.run.lost = thread.run.lost or found.marked.lost(values)
+        filled = self._emptied(slot, "taped")
+        try:
+            led = self._led(program, found, journal, whole=True)
+        except TapeError:  # the layer's own error goes first; this one comes if the program goes on
+            return
+        values = dict(zip(sorted(found.names), stop_gradients(led.run(led.consts, self.arrays)), strict=True))
+        found.marked.fill(filled, values)
+        _lose(found.marked.lost(values))
 
     def _policy_for_tags(self, found: Forward, outer: JaxRun | None) -> Any:
         plan, policy = self.options.offload, with_tags(self.options.policy)
@@ -651,7 +671,6 @@ class Call:
 
     def _with_marks(self, led: Program, found: Forward, marked: MarkedSlot) -> Program:
         """The program, with what is saved among its results."""
-        marked.check(led.jaxpr.jaxpr)
         count = len(led.consts)
 
         def with_marks(*values: Any) -> list[Any]:
@@ -659,7 +678,12 @@ class Call:
             found.names = frozenset(values_of)
             return [*results, *(values_of[name] for name in sorted(values_of))]
 
-        more = stage(with_marks, [*led.consts, *self.arrays]).jaxpr
+        try:
+            marked.check(led.jaxpr.jaxpr)
+            more = stage(with_marks, [*led.consts, *self.arrays]).jaxpr
+        except TapeError as error:
+            _lose(error)
+            raise
         inputs = more.jaxpr.invars
         jaxpr = replaced(more.jaxpr, constvars=[*more.jaxpr.constvars, *inputs[:count]], invars=inputs[count:])
         return led._replace(jaxpr=ClosedJaxpr(jaxpr, [*more.consts, *led.consts]))
@@ -763,7 +787,7 @@ def _replayed_in(skeleton: Skeleton, axes: Sequence[int], layer: Layer, *values:
 def _held_weakly(call: Call, function: Callable[..., Any]) -> Callable[..., Any]:
     fun: Any = weakref.ref(call.fun)
     label, arguments, kind = call.options.label, call.arguments, call.layer.kind
-    return lambda *values: function(Layer(fun, arguments, label or labelled(fun()), kind), *values)
+    return lambda *values: function(Layer(fun, arguments, label or labelled(fun()), kind, Counters()), *values)
 
 
 def labelled(fun: Any) -> Any:
@@ -786,32 +810,43 @@ def _saves_floats(template: Template, saved: Sequence[Any]) -> bool:
     return any(is_float(array) and not sort.kept for array, sort in zip(saved, template.sorts, strict=True))
 
 
-def _calls_back(layer: str) -> MismatchError:
+def _calls_back(layer: Refusals, program: Jaxpr) -> MismatchError:
     return MismatchError(
         message(
-            f"layer {layer!r}: the recompute would run an io_callback again.",
-            [],
+            f"layer {layer.layer!r}: the recompute would run an io_callback again.",
+            [*layer.at, *of_io(program)],
             "save what it returns; call one that returns nothing only if not doing_recompute().",
         )
     )
 
 
-def _calls_back_inside(layer: str) -> MismatchError:
+def _not_linear(layer: str, at: Sequence[tuple[str, str]]) -> GradientError:
+    return GradientError(
+        message(
+            f"layer {layer!r}: what it saves depends on the argument of jax.linear_transpose, so it is not linear.",
+            at,
+            "let it decide by other arguments, or decide outside of it and pass in the decision.",
+        )
+    )
+
+
+def _calls_back_inside(layer: Refusals, program: Jaxpr) -> MismatchError:
     return MismatchError(
         message(
-            f"layer {layer!r}: it saves inside a scan, cond, vmap, while or jitted function, and has an io_callback. "
-            "It can do one of the two: for the first it is one jax.checkpoint, which would run the callback again.",
-            [],
+            f"layer {layer.layer!r}: it saves inside a scan, cond, vmap, while or jitted function, and has an "
+            "io_callback. It can do one of the two: for the first it is one jax.checkpoint, which would run the "
+            "callback again.",
+            [*layer.at, *of_io(program)],
             "wrap the function that saves in remat of its own, instead of the layer around it; or call back before "
             "the layer, and pass in the result.",
         )
     )
 
 
-def _check_agreement(layer: str, outputs: Sequence[Any], shape: Split, again: Sequence[Any], other: Split) -> None:
+def _check_agreement(layer: Refusals, outputs: Sequence[Any], shape: Split, again: Sequence[Any], other: Split) -> None:
     """R10: both phases return the same kind of thing."""
     facts: list[tuple[str, str]] = []
-    if shape.tree != other.tree or list(shape.array) != list(other.array):
+    if not alike(shape.tree, other.tree) or list(shape.array) != list(other.array):
         facts = [("forward", f"returned {shape.tree}"), ("recompute", f"returned {other.tree}")]
     for n, (one, two) in enumerate(zip(outputs, again, strict=False)):
         if not facts and (one.shape != two.shape or one.dtype != two.dtype):
@@ -822,8 +857,8 @@ def _check_agreement(layer: str, outputs: Sequence[Any], shape: Split, again: Se
     if facts:
         raise MismatchError(
             message(
-                f"layer {layer!r}: forward and recompute do not return the same.",
-                facts,
+                f"layer {layer.layer!r}: forward and recompute do not return the same.",
+                [*layer.at, *facts],
                 "let both branches of `if doing_recompute():` compute the same, and save what decides between them.",
             )
         )

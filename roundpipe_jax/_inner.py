@@ -21,6 +21,7 @@ from roundpipe_core._errors import TapeError, message
 from roundpipe_core._slots import Entry, Slot, label_of, where
 
 from ._jax import jax_checkpoint, named, replaced, scan_sizes
+from ._places import of_operation
 from ._programs import subprograms
 from ._tags import name_of
 
@@ -93,26 +94,27 @@ class MarkedSlot(NamedTuple):
 
     def check(self, program: Jaxpr) -> None:
         """Refuse a program in which what is saved cannot be told by its key."""
-        sites = collections.Counter(_marks_in(program))
+        marks = _marks_in(program)
+        sites = collections.Counter(map(name_of, marks))
         known = {leaf.name for leaf in self._leaves()} | self._names()
-        if any(count > 1 for count in sites.values()) or sites.keys() - known:
+        several = [mark for mark in marks if sites[name_of(mark)] > 1 or name_of(mark) not in known]
+        if several:
             raise TapeError(
                 message(
                     f"layer {self.slot.label!r}: it runs one line that saves at several points, in a function that JAX "
                     "traced once or in two branches, and a tape tells saves by their names.",
-                    [],
+                    [fact for mark in several[:8] for fact in of_operation("saved at", mark)],
                     "give each its own name= or layer_scope, or wrap the function that saves in remat of its own.",
                 )
             )
-        lost = [part for part in self._parts() if part.failed and part.name in sites and part._leaves()]
+        lost = [part for part in self._parts() if part.failed and part.name in sites and part._own_leaves()]
         if lost:
             raise lost[0]._lost()
 
     def lost(self, values: Mapping[str, Any]) -> TapeError | None:
         """An error if one of the regions saved what is not among `values`: it failed, and an inner trace with it."""
         for part in self._parts():
-            saved = [leaf for _, entry in part.entries for leaf in entry.leaves if isinstance(leaf, Marked)]
-            if any(leaf.name not in values for leaf in saved):
+            if any(leaf.name not in values for leaf in part._own_leaves()):
                 return part._lost()
         return None
 
@@ -152,8 +154,11 @@ class MarkedSlot(NamedTuple):
     def _entries(self) -> Iterator[tuple[Any, Entry]]:
         return itertools.chain.from_iterable(part.entries for part in self._parts())
 
+    def _own_leaves(self) -> list[Marked]:
+        return [leaf for _, entry in self.entries for leaf in entry.leaves if isinstance(leaf, Marked)]
+
     def _leaves(self) -> list[Marked]:
-        return [leaf for _, entry in self._entries() for leaf in entry.leaves if isinstance(leaf, Marked)]
+        return [leaf for part in self._parts() for leaf in part._own_leaves()]
 
     def _names(self) -> set[str]:
         return {part.name for part in self._parts()}
@@ -179,8 +184,8 @@ def _with(entry: Entry, leaves: Any) -> Entry:
     return new
 
 
-def _marks_in(jaxpr: Jaxpr) -> list[str]:
-    found = [name for eqn in jaxpr.eqns if (name := name_of(eqn) or "").startswith(_MARK)]
+def _marks_in(jaxpr: Jaxpr) -> list[JaxprEqn]:
+    found = [eqn for eqn in jaxpr.eqns if (name_of(eqn) or "").startswith(_MARK)]
     for eqn in jaxpr.eqns:
         for inner in subprograms(eqn):
             found += _marks_in(inner)
@@ -243,7 +248,7 @@ class _Run:
                 value = found[name] = read(eqn.invars[0])
                 results = [value]
                 if value.shape != self.shapes.get(name, ()):
-                    raise self.unheld("vmap")
+                    raise self.unheld("vmap", eqn)
             else:
                 operands = list(map(read, eqn.invars))
                 results, inner = self.operation(jaxpr, eqn, operands)
@@ -267,13 +272,13 @@ class _Run:
             return self.checkpoint(eqn, operands)
         if not subprograms(eqn):
             return _alone(jaxpr, eqn, list(map(self.plain, operands))), {}
-        raise self.unheld(kind)
+        raise self.unheld(kind, eqn)
 
-    def unheld(self, kind: str) -> TapeError:
+    def unheld(self, kind: str, eqn: JaxprEqn) -> TapeError:
         return TapeError(
             message(
                 f"layer {self.layer!r}: what it saves inside {kind} cannot be taken to or from a tape.",
-                [],
+                of_operation("called at", eqn),
                 "save it outside of that function, or begin record() or replay() inside.",
             )
         )
@@ -286,7 +291,7 @@ class _Run:
         carry, xs = list(map(self.plain, carry)), list(map(self.plain, xs))
         for const in taken.values():
             if const.array.shape[0] != params["length"]:
-                raise self.unfit(f"{const.array.shape[0]} iterations, where the layer has {params['length']}")
+                raise self.unfit(f"{const.array.shape[0]} iterations, where the layer has {params['length']}", eqn)
 
         def body(carry: list[Any], inputs: Any) -> tuple[list[Any], Any]:
             slices, x = inputs
@@ -352,11 +357,11 @@ class _Run:
             raise self.unfit("it was saved in a scan, and is read outside of one")
         return value
 
-    def unfit(self, what: str) -> TapeError:
+    def unfit(self, what: str, eqn: JaxprEqn | None = None) -> TapeError:
         return TapeError(
             message(
                 f"the tape does not fit layer {self.layer!r}: {what}.",
-                [],
+                of_operation("called at", eqn) if eqn is not None else [],
                 "replay it with the inputs and the model it was recorded from.",
             )
         )

@@ -29,6 +29,7 @@ __all__ = [
     "is_differentiated",
     "is_float",
     "is_io",
+    "is_mapped",
     "is_numpy",
     "is_on_host",
     "is_ordered",
@@ -131,6 +132,11 @@ def behind(tracer: Any) -> Any:
             return tracer
         tracer = inner
     return tracer
+
+
+def is_mapped(value: Any) -> bool:
+    """Whether `value` varies over the examples of the `jax.vmap` that operations go to now."""
+    return is_tracer(value) and value._trace is current_trace()
 
 
 def is_differentiated(value: Any) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Literal
 
@@ -26,7 +27,7 @@ from ._jax import is_float, is_running, is_tracer, named, replaced, zeros
 from ._names import KEPT, SAVED
 from ._packing import Held, Split, in_jax, split
 from ._programs import subprograms
-from ._ruled import ruled
+from ._ruled import Ruling, each_its_own, ruled
 from ._staging import Program, stage
 from ._tags import calls_custom_vjp, lead_through_tags, name_of, names_in
 from ._tangents import jvp, merged, no_tangent, zero_like
@@ -325,7 +326,12 @@ def _either_way(plan: _Plan, held: _Arrays, inputs: _Arrays) -> list[Any]:
         dots = [None if isinstance(dot, SymbolicZero) else dot for dot in tangents[2]]
         return operation(*primals), plan.out_dots(_depending(plan, held, inputs), inputs, dots)
 
-    operation = ruled(rule)
+    def like(groups: list[list[Any]]) -> list[Any]:
+        _, held, inputs = groups
+        dots = [jnp.ones_like(value) if flag else None for value, flag in zip(inputs, plan.floats, strict=True)]
+        return plan.out_dots(held, inputs, dots)
+
+    operation = ruled(Ruling(rule, like))
     return operation(plan.out(held, inputs), held, inputs)
 
 
@@ -336,11 +342,11 @@ def _reverse_only(plan: _Plan, held: _Arrays, inputs: _Arrays) -> list[Any]:
     def known_of(values: _Arrays) -> tuple[_Arrays, _Arrays]:
         return _depending(plan, values[:count], values[count:]), values[count:]
 
-    operation = jax.custom_vjp(lambda *values: plan.out(*known_of(values)))
+    operation = jax.custom_vjp(lambda *values: each_its_own(plan.out(*known_of(values)), values))
 
     def forward(*values: Any) -> tuple[Any, Any]:
         known = known_of(values)
-        return plan.out(*known), known
+        return each_its_own(plan.out(*known), values), known
 
     def backward(known: Any, cotangents: Any) -> tuple[Any, ...]:
         slopes = [slope for slope in cotangents if slope.dtype != jax.dtypes.float0]
@@ -355,18 +361,21 @@ def _reverse_only(plan: _Plan, held: _Arrays, inputs: _Arrays) -> list[Any]:
 
 def _depending(plan: _Plan, held: _Arrays, inputs: _Arrays) -> list[Any]:
     """What is held. Its derivative runs the function again: a first derivative does not ask for it."""
+    return ruled(_made_by(plan.made_again))(held, inputs)
+
+
+def _made_by(function: Callable[[_Arrays, _Arrays], list[Any]]) -> Ruling:
+    """The derivative of what is held, which `function` makes of it and the inputs."""
 
     def rule(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
         held, inputs = primals
         flags = [not isinstance(dot, SymbolicZero) for dot in tangents[1]]
         dots = [dot for dot, flag in zip(tangents[1], flags, strict=True) if flag]
-        moved = (
-            jvp(lambda values: plan.made_again(held, values), inputs, flags, dots)[1] if dots else map(zero_like, held)
-        )
-        return operation(held, inputs), list(moved)
+        moved = jvp(lambda values: function(held, values), inputs, flags, dots)[1] if dots else map(zero_like, held)
+        return ruled(ruling)(held, inputs), list(moved)
 
-    operation = ruled(rule)
-    return operation(held, inputs)
+    ruling = Ruling(rule, lambda groups: groups[0], lambda batch: _made_by(batch.over(function, (0, 1), batch.out)))
+    return ruling
 
 
 def _moved(program: Program, residuals: _Arrays, dots: Sequence[Any]) -> list[Any]:

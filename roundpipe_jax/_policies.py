@@ -32,13 +32,13 @@ def save_policy(*names: str, offload: str | Offload | None = None) -> Any:
     >>> from roundpipe_jax import save_for_recompute, save_policy
     >>> def layer(x):
     ...     order = jax.numpy.argsort(jax.lax.stop_gradient(x))
-    ...     order, = save_for_recompute(order)  # use what it returns
+    ...     order, = save_for_recompute(order)
     ...     return jax.numpy.sin(x[order]).sum()
     >>> jax.grad(jax.checkpoint(layer, policy=save_policy()))(jax.numpy.arange(3.0)).shape
     (3,)
 
-    Only the values that `save_for_recompute` returns are kept: such a checkpoint runs the layer's Python code once, so
-    that `doing_recompute()` is always False in it. `remat` needs no policy for what is saved.
+    What is saved is kept without it, too, but under JAX_REMAT3, where only the values that `save_for_recompute` returns
+    are. Such a checkpoint runs the layer's Python code once, so that `doing_recompute()` is always False in it.
 
     Args:
         *names: further names, given by `jax.ad_checkpoint.checkpoint_name`.

@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad
 
-from ._jax import is_differentiated, is_float, is_remat3, jax_checkpoint, optimization_barrier, reverse_only
+from ._jax import is_differentiated, is_float, is_remat3, jax_checkpoint, optimization_barrier, reverse_only, struct
 from ._names import KEPT
 from ._offload import back, sent
 from ._policies import with_tags
 from ._refusals import Refusals
-from ._ruled import ruled
+from ._ruled import Batch, Ruling, each_its_own, ruled
 from ._runs import stop_gradients
 from ._staging import Program
 from ._tags import calls_custom_vjp, names_in
@@ -58,7 +59,8 @@ class _Lane:
 
     `program` is the recompute, from (its constants, slot, arguments) to the outputs. `forward` is the forward from
     (its constants, arguments), where what was saved may carry a tangent and that is not yet checked (R5).
-    `unfit` is the error of a program that may not run a second time.
+    `unfit` is the error of a program that may not run a second time, `not_linear` that of a layer that decides by what
+    it should be linear in.
     """
 
     def __init__(
@@ -70,11 +72,12 @@ class _Lane:
         barrier: bool | tuple[bool, ...],
         policy: Any,
         unfit: Callable[[], Exception],
+        not_linear: Callable[[], Exception],
         away: Away = _NOTHING_AWAY,
     ) -> None:
         self.program, self.forward, self.slots = program, forward, slots
         self.away = away
-        self.barrier, self.policy, self.unfit = barrier, policy, unfit
+        self.barrier, self.policy, self.unfit, self.not_linear = barrier, policy, unfit, not_linear
         self.jaxpr_consts = len(program.consts)
         self.opaque = calls_custom_vjp(program.jaxpr.jaxpr)  # then its tangents are good only for being transposed
         self._made: dict[tuple[bool, ...], Callable[..., Any]] = {}
@@ -105,15 +108,19 @@ class _Lane:
             raise self.unfit()
         if self.forward is None:
             return
-        forward, args = self.forward, inputs[self.jaxpr_consts :]
+        again, args = self.forward_again, inputs[self.jaxpr_consts :]
         everything = [*forward_consts, *args]
         flags = [*more, *varying[self.jaxpr_consts :]]
         if any(flags):
             first = len(forward_consts)
             jax.eval_shape(
-                lambda values: _differentiate(lambda vs: forward.run(vs[:first], vs[first:]), values, flags),
-                everything,
+                lambda values: _differentiate(lambda vs: again(vs[:first], vs[first:]), values, flags), everything
             )
+
+    def forward_again(self, consts: _Arrays, args: _Arrays) -> list[Any]:
+        """The outputs, and what the forward saves."""
+        assert self.forward is not None
+        return self.forward.run(consts, args)
 
 
 def _differentiate(function: Callable[[list[Any]], list[Any]], values: _Arrays, flags: Sequence[bool]) -> None:
@@ -127,7 +134,17 @@ class CheckpointLane(_Lane):
         beside = is_remat3() or (self.opaque and not all(map(is_differentiated, inputs)))
         if beside and not self.program.calls_back:  # otherwise it could only be refused
             return self._beside(outputs, slot, inputs, forward_consts)
-        return ruled(self._rule)(outputs, slot, inputs, forward_consts)
+        return ruled(self.ruling)(outputs, slot, inputs, forward_consts)
+
+    @property
+    def ruling(self) -> Ruling:
+        """The derivative of the operation."""
+        return Ruling(
+            self._rule,
+            lambda groups: self.recompute(*groups[1:3]),
+            lambda batch: _InBatch(self, batch).ruling,
+            self._pull,
+        )
 
     def _rule(self, primals: Any, tangents: Any) -> tuple[Any, Any]:
         outputs, slot, inputs, consts = primals
@@ -138,6 +155,29 @@ class CheckpointLane(_Lane):
         out_dots = [next(given) if given is not None and is_float(value) else zero_like(value) for value in outputs]
         # Not the bare outputs: their own derivative is the recompute's too.
         return self.differentiated(*primals), out_dots
+
+    def _pull(self, slopes: _Arrays, groups: Sequence[_Arrays]) -> list[list[Any]]:
+        outputs, slot, inputs, consts = groups
+        if any(isinstance(value, ad.UndefinedPrimal) for value in slot):
+            raise self.not_linear()
+        missing = [isinstance(value, ad.UndefinedPrimal) for value in inputs]
+        needed = [is_float(slope) for slope in slopes]
+
+        def of_the_missing(*chosen: Any) -> list[Any]:
+            outs = self.recompute(slot, merged(inputs, missing, chosen))
+            return [out for out, flag in zip(outs, needed, strict=True) if flag]
+
+        kinds = [
+            struct(value.aval.shape, value.aval.dtype) for value in inputs if isinstance(value, ad.UndefinedPrimal)
+        ]
+        pull = jax.linear_transpose(of_the_missing, *kinds)
+        pulled = iter(pull([slope for slope, flag in zip(slopes, needed, strict=True) if flag]))
+        return [
+            [None] * len(outputs),
+            [None] * len(slot),
+            [next(pulled) if flag else None for flag in missing],
+            [None] * len(consts),
+        ]
 
     @functools.cached_property
     def differentiated(self) -> CheckpointLane:
@@ -182,33 +222,54 @@ class CheckpointLane(_Lane):
             ]
             return operation(*primals), dots
 
-        operation = ruled(rule)
+        operation = ruled(Ruling(rule, lambda groups: groups[0]))
         return operation(inputs, forward_consts)
 
 
-class _WithRules(CheckpointLane):
+class _Over(CheckpointLane):
+    """A lane that makes something of what another one recomputes."""
+
+    def __init__(self, lane: CheckpointLane) -> None:
+        vars(self).update(vars(lane))
+        vars(self).pop("differentiated", None)
+        self.lane, self._made = lane, {}
+
+
+class _WithRules(_Over):
     """The lane of a recompute in which functions with a `custom_vjp` are replaced by their rules.
 
     That has forward-mode derivatives, as any program has after a first differentiation.
     """
 
     def __init__(self, lane: CheckpointLane) -> None:
-        super().__init__(
-            lane.program,
-            forward=lane.forward,
-            slots=lane.slots,
-            barrier=lane.barrier,
-            policy=lane.policy,
-            unfit=lane.unfit,
-            away=lane.away,
-        )
+        super().__init__(lane)
         self.opaque = False
 
     def recompute(self, slot: _Arrays, inputs: _Arrays) -> list[Any]:
         flags = [is_float(value) for value in inputs]
         chosen = [value for value, flag in zip(inputs, flags, strict=True) if flag]
-        unruled = super().recompute
-        outs, _ = jax.vjp(lambda *chosen: unruled(slot, merged(inputs, flags, chosen)), *chosen)
+        outs, _ = jax.vjp(lambda *chosen: self.lane.recompute(slot, merged(inputs, flags, chosen)), *chosen)
+        return outs
+
+
+class _InBatch(_Over):
+    """The lane of a region that is batched before it is differentiated.
+
+    In this order, as JAX does it for any program: the batch of a derivative need not have a transpose.
+    """
+
+    def __init__(self, lane: CheckpointLane, batch: Batch) -> None:
+        super().__init__(lane)
+        self.batch = batch
+
+    def recompute(self, slot: _Arrays, inputs: _Arrays) -> list[Any]:
+        outs: list[Any] = self.batch.over(self.lane.recompute, (1, 2), self.batch.out)(slot, inputs)
+        return outs
+
+    def forward_again(self, consts: _Arrays, args: _Arrays) -> list[Any]:
+        _, _, inputs, captured = self.batch.axes
+        axes = list(captured), list(inputs[self.jaxpr_consts :])
+        outs: list[Any] = self.batch.vmap(self.lane.forward_again, axes, 0)(consts, args)
         return outs
 
 
@@ -222,7 +283,7 @@ def _tangent_of_the_right(primals: Any, tangents: Any) -> tuple[list[Any], list[
     return _left_value_right_tangent(*primals), [zero_like(right) if isinstance(dot, SymbolicZero) else dot]
 
 
-_left_value_right_tangent = ruled(_tangent_of_the_right)
+_left_value_right_tangent = ruled(Ruling(_tangent_of_the_right, lambda groups: groups[1]))
 
 
 class ResidualLane(_Lane):
@@ -245,6 +306,7 @@ class ResidualLane(_Lane):
             barrier=bool(self.barrier),
             policy=None,
             unfit=self.unfit,
+            not_linear=self.not_linear,
         )
 
         def forward(outputs: Any, slot: Any, inputs: Any, consts: Any) -> tuple[Any, Any]:
@@ -252,7 +314,8 @@ class ResidualLane(_Lane):
             self.check(flags, primals, [c.value for c in consts], [c.perturbed for c in consts])
             bare = [[part.value for part in group] for group in (outputs, slot, inputs, consts)]
             # Not the bare outputs: a second derivative goes through the recompute too, by the other lane.
-            return twice.differentiated(*bare), self.away.sent(bare[1], primals)
+            outs = each_its_own(twice.differentiated(*bare), [*bare[1], *primals])
+            return outs, self.away.sent(bare[1], primals)
 
         def backward(residuals: Any, cotangents: Any) -> tuple[Any, ...]:
             slot, inputs = residuals

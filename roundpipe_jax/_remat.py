@@ -132,6 +132,14 @@ def _checked(options: Options) -> Options:
 def _wrapped(fun: Any, options: Options) -> Any:
     if not callable(fun):
         raise OptionError(message(f"remat takes a function, not {fun!r}.", [], "pass the layer itself."))
+    if isinstance(fun, type) and any("__call__" in vars(base) for base in fun.__mro__):
+        raise OptionError(
+            message(
+                f"remat takes a function, and {fun.__name__} is a class: a call of it makes a layer, and runs none.",
+                [],
+                "pass an instance or a function; for a class of flax there is flax.linen.remat.",
+            )
+        )
     if options.mode == "custom_vjp" and options.policy is not None:
         raise Refusals.of(fun, options.label or labelled(fun)).policy(options.policy)
 

@@ -22,6 +22,7 @@ from roundpipe_core._phase import Phase, Run, thread
 from roundpipe_core._slots import Entry, Key, Place, Slot, spoken, where
 from roundpipe_core._trees import Spec, flatten, paths, unflatten
 
+from ._cuts import cut_off
 from ._jax import (
     behind,
     cannot_name,
@@ -204,6 +205,8 @@ class JaxRun(Run):
     def update(self, function: Callable[[], Any], called: Any, place: Place) -> None:
         if updated.value:
             return
+        if not self.repeats and not self.on_values and not self.fresh:
+            raise NeedsFreshTraces  # before it is made: a later save or question in an inner trace would come too late
         with jax.named_scope(UPDATE):
             super().update(function, called, place)
 
@@ -257,13 +260,18 @@ class JaxRun(Run):
         """Start over if JAX's caches would keep what happens here from happening in every call."""
         if self.tags or trace_state() == self.home:
             return
-        if not static:
+        if not static or self._in_a_rule():
             raise NeedsTags(self.journal)
         if self.fresh:
             return
         if self.on_values:
             raise NeedsTags(self.journal, or_fresh=True)
         raise NeedsFreshTraces
+
+    def _in_a_rule(self) -> bool:
+        """Whether a derivative rule is running, on values. It does so in the forward alone, and in no recompute."""
+        home = self.home._trace_ref()
+        return self.on_values and is_running() and all(trace is not home for trace in open_traces())
 
     def _prepared(self, data: Any, key: Key, place: Place | None) -> Any:
         """`data` as the layer shall see it after the save: probed for tangents, and tagged where tags are used."""
@@ -355,7 +363,7 @@ def stop_gradients(values: T) -> T:
 
 def _stopped(leaf: Any) -> Any:
     if is_tracer(leaf) and is_float(leaf):
-        return jnp.asarray(jax.lax.stop_gradient(leaf))  # behind a tracer may be a Python float
+        return jnp.asarray(cut_off(leaf))  # behind a tracer may be a Python float
     return leaf
 
 

@@ -19,9 +19,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from roundpipe_core._errors import MismatchError, message
 
-from ._jax import fresh_var, is_custom_vjp, named, replaced, scan_sizes, struct
+from ._jax import fresh_var, is_custom_vjp, is_remat3, named, replaced, scan_sizes, struct
 from ._names import SAVED
 from ._pins import is_pin, pinned
+from ._places import of_operation
 from ._programs import has_any, subprograms, with_subprograms
 from ._sinks import is_sink, without_sinks
 
@@ -60,15 +61,18 @@ def calls_custom_vjp(jaxpr: Jaxpr) -> bool:
     return has_any(jaxpr, is_custom_vjp)
 
 
-def lead_through_tags(closed: ClosedJaxpr, layer: str, decided: Mapping[str, Any] = _NOTHING) -> ClosedJaxpr:
+def lead_through_tags(
+    closed: ClosedJaxpr, layer: str, decided: Mapping[str, Any] = _NOTHING, divided: bool = False
+) -> ClosedJaxpr:
     """The same program, in which every use of a saved value reads its tag.
 
-    Or reads the array in `decided`, under the name that leads to the tag, if the value was made before.
+    Or reads the array in `decided`, under the name that leads to the tag, if the value was made before. `divided`: it
+    is differentiated already, and about to be divided into forward and recompute.
     """
     closed = ClosedJaxpr(_without_sinks(closed.jaxpr), closed.consts)
     if SAVED not in names_in(closed.jaxpr):
         return closed
-    rewriter = _Rewriter(layer, decided)
+    rewriter = _Rewriter(layer, decided, divided)
     jaxpr, _ = rewriter.program(closed.jaxpr, outermost=True)
     constvars = [*jaxpr.constvars, *rewriter.constants]
     return ClosedJaxpr(replaced(jaxpr, constvars=constvars), [*closed.consts, *rewriter.constants.values()])
@@ -87,15 +91,16 @@ def _without_sinks(jaxpr: Jaxpr) -> Jaxpr:
 
 
 class _Rewriter:
-    def __init__(self, layer: str, decided: Mapping[str, Any]) -> None:
-        self.layer, self.decided = layer, decided
+    def __init__(self, layer: str, decided: Mapping[str, Any], divided: bool) -> None:
+        self.layer, self.decided, self.divided = layer, decided, divided
         self.constants: dict[Var, Any] = {}
 
     def program(self, jaxpr: Jaxpr, outermost: bool = False) -> tuple[Jaxpr, set[int]]:
         """The program rewritten, and which of its inputs are saved in it."""
         eqns, wanted = self._inner_first(jaxpr)
-        roots = self._roots(eqns)  # saved variable -> the operations that lead from it to its tag
-        for var in wanted:
+        made_by = {var: eqn for eqn in eqns for var in eqn.outvars}
+        roots = self._roots(eqns, made_by)  # saved variable -> the operations that lead from it to its tag
+        for var in wanted | {self._behind_barriers(var, made_by) for var in roots}:
             if not roots.get(var):
                 roots[var] = _fresh_tag(var)
         if not roots:
@@ -136,8 +141,12 @@ class _Rewriter:
             if not any(SAVED in names_in(inner) for inner in subprograms(eqn)):
                 eqns.append(eqn)
                 continue
-            if eqn.primitive.name in _NO_RULE:
-                raise self._refused(eqn)
+            if eqn.primitive.name in _NO_RULE:  # differentiation replaces it by its rule, whose saves count then
+                if is_remat3():
+                    raise self._refused(eqn)
+                eqns.append(eqn)
+                wanted |= set(eqn.outvars) if self.divided else set()  # not differentiated: it is kept as a whole
+                continue
             params, saved = self._params(eqn)
             operands = _operands(eqn, saved)
             wanted |= {operand for operand in operands if isinstance(operand, Var)}
@@ -154,8 +163,7 @@ class _Rewriter:
 
         return with_subprograms(eqn, rewritten), saved
 
-    def _roots(self, eqns: Sequence[JaxprEqn]) -> dict[Var, list[JaxprEqn]]:
-        made_by = {var: eqn for eqn in eqns for var in eqn.outvars}
+    def _roots(self, eqns: Sequence[JaxprEqn], made_by: Mapping[Any, JaxprEqn]) -> dict[Var, list[JaxprEqn]]:
         roots: dict[Var, list[JaxprEqn]] = {}
         for eqn in eqns:
             if name_of(eqn) != SAVED or isinstance(eqn.invars[0], Literal):
@@ -170,6 +178,18 @@ class _Rewriter:
             known = roots.setdefault(var, [])
             known += [step for step in chain if not any(step is other for other in known)]
         return roots
+
+    def _behind_barriers(self, var: Var, made_by: Mapping[Any, JaxprEqn]) -> Var:
+        """What was saved behind points that the compiler moves nothing across: it is used before them too."""
+        while (eqn := made_by.get(var)) is not None:
+            barrier = eqn.primitive.name == "optimization_barrier"
+            if not barrier and not self._passes_through(eqn):
+                break
+            before = eqn.invars[eqn.outvars.index(var) if barrier else 0]
+            if isinstance(before, Literal):
+                break
+            var = before
+        return var
 
     def _tag(self, var: Var, roots: dict[Var, list[JaxprEqn]], new: dict[Var, Any], out: list[JaxprEqn]) -> None:
         """Put the operations that tag `var` here, where it is made, and let its uses read the last of them."""
@@ -197,7 +217,7 @@ class _Rewriter:
             message(
                 f"layer {self.layer!r}: a save inside {_NO_RULE[eqn.primitive.name]} cannot be kept for the recompute, "
                 "because differentiation replaces that function by its rule.",
-                [("operation", eqn.primitive.name)],
+                [("operation", eqn.primitive.name), *of_operation("called at", eqn)],
                 "make the decision before calling that function, save it there, and pass it in.",
             )
         )

@@ -17,7 +17,7 @@ from roundpipe_core._trees import paths
 
 from ._backend import JaxArrays, as_numpy
 from ._jax import concrete_value, is_out_of_memory, is_tracer, optimization_barrier
-from ._packing import Split, Template
+from ._packing import Split, Template, alike
 from ._runs import is_abstract, stop_gradients
 from ._staging import stage
 
@@ -107,7 +107,7 @@ def _static_flips(layer: str, one: Template, other: Template, shape: Split, agai
             flip = None if is_array else compare(layer, f"{spoken(key)}, item {path}", backend, leaf, new)
             if flip:
                 flips.append(flip)
-    if shape.tree != again.tree:
+    if not alike(shape.tree, again.tree):
         flips.append(Flip(layer, "the structure of the output", 1, 1, 0))
         return flips
     for leaf, new in zip(shape.rest, again.rest, strict=False):

@@ -47,7 +47,6 @@ __all__ = [
 
 INNER = ("scan", "cond", "switch", "vmap", "jit", "slope")  # what runs its body in a trace of its own
 TRACED = {*INNER, "stock", "layers"}
-REGIONS = ("region", "shared", "layers", "attempt")
 X1 = jnp.cos(X)
 SITE = 100  # decisions of one site have numbers from SITE times that of the site
 
@@ -102,27 +101,26 @@ BODIES = {"cond": 2, "switch": 3}
 
 
 @st.composite
-def bodies(draw: Any, depth: int, rows: bool, stock: bool, outer: tuple[str, ...]) -> tuple[Op, ...]:
-    """`rows`: x has rows yet. `stock`: what is saved is kept by a policy of `jax.checkpoint`."""
-    return tuple(draw(ops(depth, rows, stock, outer)) for _ in range(draw(st.integers(1, 2))))
+def bodies(draw: Any, depth: int, rows: bool, outer: tuple[str, ...]) -> tuple[Op, ...]:
+    """`rows`: x has rows yet."""
+    return tuple(draw(ops(depth, rows, outer)) for _ in range(draw(st.integers(1, 2))))
 
 
 @st.composite
-def ops(draw: Any, depth: int, rows: bool, stock: bool, outer: tuple[str, ...]) -> Op:
+def ops(draw: Any, depth: int, rows: bool, outer: tuple[str, ...]) -> Op:
     kind = draw(st.sampled_from(DECISIONS + PLAIN + (outer if depth else ())))
     if kind == "vmap" and not rows:
         kind = "jit"
     if kind in OUTER:
-        own = (stock and kind not in REGIONS) or kind == "stock"
-        inside = tuple(draw(bodies(depth - 1, rows and kind != "vmap", own, outer)) for _ in range(BODIES.get(kind, 1)))
+        inside = tuple(draw(bodies(depth - 1, rows and kind != "vmap", outer)) for _ in range(BODIES.get(kind, 1)))
     else:
-        inside, own = (), stock
-    return Op(kind, draw(styles(kind, own)), inside)
+        inside = ()
+    return Op(kind, draw(styles(kind)), inside)
 
 
-def styles(kind: str, stock: bool) -> st.SearchStrategy[str]:
+def styles(kind: str) -> st.SearchStrategy[str]:
     if kind in (*DECISIONS, "cond", "switch"):
-        return st.sampled_from(("returned",) if stock else STYLES)
+        return st.sampled_from(STYLES)
     if kind == "region":
         return st.sampled_from(CALLS)
     if kind == "layers":
@@ -137,10 +135,10 @@ def programs(*, depth: int = 2, traced: bool = True) -> st.SearchStrategy[tuple[
     @st.composite
     def drawn(draw: Any) -> tuple[Op, ...]:
         decision = Op(draw(st.sampled_from(DECISIONS)), draw(st.sampled_from(STYLES)))
-        before, after = draw(bodies(depth, True, False, outer)), draw(st.booleans())
+        before, after = draw(bodies(depth, True, outer)), draw(st.booleans())
         body = (decision, *before) if after else (*before, decision)
-        region = Op("region", draw(styles("region", False)), (body,))
-        more = draw(bodies(1, True, False, outer)) if draw(st.booleans()) else ()
+        region = Op("region", draw(styles("region")), (body,))
+        more = draw(bodies(1, True, outer)) if draw(st.booleans()) else ()
         return numbered((region, *more), iter(range(1, 1000)))
 
     return drawn()
@@ -217,9 +215,9 @@ class Runner:
             self.in_regions.add(op.site)
         if self.lane is None:
             return decide()
-        if op.style == "once" and inside == "region":
+        if op.style == "once" and inside:
             return recompute_once(decide)
-        if op.style == "seed" and inside == "region":
+        if op.style == "seed" and inside:
             if doing_recompute():
                 (value,) = get_recompute_data(name)
             else:

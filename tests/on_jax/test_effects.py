@@ -117,7 +117,7 @@ def test_an_effect_that_was_not_saved_is_refused_in_backward(mode: Any, way: str
 
     ours = remat(layer, mode=mode, label="draws")
     np.testing.assert_allclose(WAYS[way](ours)(X), jnp.sin(X) * 2 + 2, rtol=1e-6)  # no gradient, no recompute
-    with pytest.raises(MismatchError, match=r"layer 'draws': the recompute would run an io_callback again"):
+    with pytest.raises(MismatchError, match=r"layer 'draws': the recompute would run an io_.*again(?s:.*)called at: "):
         gradient(ours, way)(X)
 
 

@@ -59,6 +59,28 @@ def by_branch(draws: Draws, x: Any, w: Any) -> Any:
     return use(x, w, idx)
 
 
+def by_own(draws: Draws, x: Any, w: Any) -> Any:
+    """Goes on with the value that it gave to the save."""
+    idx = draws.traced(x)
+    save_for_recompute(idx)
+    return use(x, w, idx)
+
+
+def by_barrier(draws: Draws, x: Any, w: Any) -> Any:
+    """Saves behind a point that the compiler moves nothing across, and goes on with what is before it."""
+    idx = draws.traced(x)
+    behind, w = jax.lax.optimization_barrier((idx, w))
+    save_for_recompute(jax.lax.optimization_barrier(behind))
+    return use(x, w, idx)
+
+
+def by_order(draws: Draws, x: Any, w: Any) -> Any:
+    """In an order that JAX enforces by such points."""
+    overlap: Any = pytest.importorskip("jax.experimental.overlap", reason="since jax 0.11")
+    ordered = overlap.program_order(lambda x, w: by_branch(draws, x, w), enforce=True)
+    return ordered(x, w)
+
+
 def by_value(draws: Draws, x: Any, w: Any) -> Any:
     """One line for both phases."""
     (idx,) = save_for_recompute(draws.traced(x))
@@ -99,7 +121,8 @@ PLACES = [in_scan, in_scan_of_scans, in_jit, in_cond, in_custom_checkpoint]
 @pytest.mark.parametrize(
     ("place", "style", "jit"),
     [(place, style, True) for place in PLACES for style in (by_branch, by_value)]
-    + [(in_scan, by_branch, False), (in_jit, by_value, False)],
+    + [(in_scan, by_branch, False), (in_jit, by_value, False)]
+    + [(place, style, False) for place in (in_scan, in_custom_checkpoint) for style in (by_barrier, by_order)],
 )
 def test_each_decision_is_made_once_and_kept_in_its_place(place: Any, style: Any, jit: bool) -> None:  # R8
     draws = Draws()
@@ -235,15 +258,64 @@ def test_a_jitted_function_that_saves_a_number_saves_it_in_every_call() -> None:
     assert jax.grad(lambda x: f(f(x)))(1.0) == 9
 
 
-def test_a_save_in_a_function_with_its_own_derivative_is_refused() -> None:
-    @jax.custom_jvp
-    def inner(x: Any) -> Any:
-        save_for_recompute(jnp.argmax(x))
-        return jnp.sin(x)
+def with_rule(kind: str, draws: Draws, style: Any) -> Any:
+    """A layer by a function with a derivative of its own, which decides in the function and in its rule."""
 
-    inner.defjvps(lambda t, ans, x: t * jnp.cos(x))
-    with pytest.raises(MismatchError, match="a save inside a function with a custom_jvp rule cannot be kept"):
-        jax.jit(jax.grad(remat(lambda x: inner(x).sum(), label="layer")))(X)
+    def decided(x: Any, w: Any) -> Any:
+        return style(draws, x, w)
+
+    if kind == "custom_jvp":
+        inner: Any = jax.custom_jvp(decided)
+        inner.defjvp(lambda primals, tangents: jax.jvp(decided, primals, tangents))
+    else:
+        inner = jax.custom_vjp(decided)
+        inner.defvjp(lambda x, w: jax.vjp(decided, x, w), lambda pull, slope: pull(slope))
+    return lambda x, w: jnp.sin(inner(x, w))
+
+
+@pytest.mark.parametrize("kind", ["custom_jvp", "custom_vjp"])
+@pytest.mark.parametrize("wrap", ["remat", "remat in remat", "stock", "stock of remat"])
+def test_a_function_with_its_own_derivative_decides_once(kind: str, wrap: str) -> None:  # R8
+    wraps = WRAPS | {"stock": jax.checkpoint, "stock of remat": lambda f: jax.checkpoint(remat(f))}
+    for style in (by_value, by_branch):
+        for way in (jax.jit, lambda f: f):
+            draws = Draws()
+            layer = with_rule(kind, draws, style)
+            step = way(jax.grad(lambda x, layer=layer: wraps[wrap](layer)(x, W[0]).sum()))
+            for _ in range(2):  # the first eager call of a layer may start over
+                draws.log.clear()
+                got = jax.block_until_ready(step(X))
+            [only] = draws.log
+            want = jax.grad(lambda x, only=only: jnp.sin(use(x, W[0], only)).sum())(X)
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", [jax.jit, lambda f: f])
+def test_a_decision_in_a_rule_that_is_not_used_for_the_gradient_is_made_once(way: Any) -> None:
+    """The rule calls its own function, which JAX then runs as a whole, in the recompute too."""
+    draws = Draws()
+
+    @jax.custom_vjp
+    def routed(x: Any) -> Any:
+        idx = draws.traced(x)
+        save_for_recompute(idx)
+        return jnp.take_along_axis(x, idx, 1)
+
+    routed.defvjp(lambda x: (routed(x), x), lambda x, slope: (slope * jnp.cos(x),))
+    got = way(jax.grad(lambda x: jax.checkpoint(lambda x: jnp.sin(routed(x)) * x)(x).sum()))(X)
+    [only] = draws.log
+    picked = jnp.take_along_axis(X, only, 1)
+    want = (jnp.cos(picked) * X).sum(1, keepdims=True) * jnp.cos(X) + jnp.sin(picked)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["custom_jvp", "custom_vjp"])
+def test_the_residual_lane_refuses_saves_in_derivative_rules(kind: str) -> None:
+    for style in (by_value, by_branch):
+        layer = remat(with_rule(kind, Draws(), style), mode="custom_vjp")
+        for way in (jax.jit, lambda f: f):
+            with pytest.raises(OptionError, match="cannot keep what is saved inside a scan"):
+                way(jax.grad(lambda x, layer=layer: layer(x, W[0]).sum()))(X)
 
 
 def test_a_layer_that_branches_on_values_and_saves_inside_is_told_what_to_do() -> None:
@@ -291,10 +363,14 @@ WRAPS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+INSIDE = [("dots", "jit"), ("ours", "jit")]
+
+
 @pytest.mark.parametrize(
     ("wrap", "style", "policy", "way"),
     [
-        *((wrap, "branch", "none", "eager") for wrap in WRAPS if wrap != "nothing"),
+        *((wrap, "branch", "none", "eager") for wrap in WRAPS),
+        *(("nothing", style, policy, way) for style in ("branch", "own") for policy, way in INSIDE),
         *((wrap, "value", "none", "eager") for wrap in ("remat", "stack", "nothing")),
         *((wrap, "once", "none", "eager") for wrap in ("remat", "nothing")),
         *(("remat", "branch", policy, "eager") for policy in ("ours", "nothing", "dots")),
@@ -303,7 +379,7 @@ WRAPS: dict[str, Callable[[Any], Any]] = {
 )
 def test_someone_elses_checkpoint_decides_once(wrap: str, style: str, policy: str, way: str) -> None:  # R8
     draws = Draws()
-    styles: dict[str, Any] = {"branch": by_branch, "value": by_value, "once": by_once}
+    styles: dict[str, Any] = {"branch": by_branch, "value": by_value, "once": by_once, "own": by_own}
     layer = WRAPS[wrap](lambda x, w: styles[style](draws, x, w))
 
     def block(x: Any) -> Any:
@@ -338,6 +414,41 @@ def test_a_while_loop_decides_once(wrap: Any) -> None:
     _, last = draws.log
     want = jax.grad(lambda x: jnp.exp(use(x, W[0], last)).sum())(X)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("place", ["scan", "jit", "cond", "checkpoint", "vmap", "grad"])
+def test_an_if_and_else_inside_of_someone_elses_checkpoint_decides_once(place: str) -> None:
+    draws = Draws()
+    inside: dict[str, Callable[[Any, Any], Any]] = {
+        "scan": lambda f, x: jax.lax.scan(lambda x, _: (f(x), None), x, None, length=1)[0],
+        "jit": lambda f, x: jax.jit(f)(x),
+        "cond": lambda f, x: jax.lax.cond(x[0, 0] < 1e9, f, lambda x: x, x),
+        "checkpoint": lambda f, x: jax.checkpoint(f)(x),
+        "vmap": lambda f, x: jax.vmap(f)(x[None])[0],
+        "grad": lambda f, x: jax.grad(lambda x: f(x).sum())(x),
+    }
+
+    def block(f: Any, x: Any) -> Any:
+        return jnp.sin(jnp.exp(inside[place](f, x)))
+
+    step = jax.grad(lambda x: jax.checkpoint(lambda x: block(lambda x: by_branch(draws, x, W[0]), x))(x).sum())
+    got = step(X)
+    [only] = draws.log
+    want = jax.grad(lambda x: block(lambda x: use(x, W[0], jnp.asarray(only.reshape(T, 1))), x).sum())(X)
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4)
+
+
+def test_a_differentiated_choice_is_made_once_in_someone_elses_checkpoint() -> None:
+    """The derivative of `top_k` reads the indices of the operation itself, and not those that the save handed back."""
+
+    def layer(x: Any) -> Any:
+        values, idx = jax.lax.top_k(x, 2)
+        (idx,) = save_for_recompute(idx)
+        return 3 * values.sum() + jnp.take_along_axis(jnp.cos(x), idx, 1).sum()
+
+    for wrap in (jax.checkpoint, lambda f: remat(lambda x: jax.lax.map(f, x[None]).sum())):
+        program = jax.jit(jax.grad(wrap(layer))).lower(X).as_text()
+        assert program.count("top_k") == 1
 
 
 def test_a_decision_of_constants_is_made_once_in_someone_elses_checkpoint() -> None:

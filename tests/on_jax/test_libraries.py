@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
-from roundpipe_jax import Offload, remat, save_policy
+from roundpipe_jax import Offload, remat, save_for_recompute, save_policy
 from tests.on_jax.oracle import Router, same
 
 T, D, E, STEPS, FORWARD_ONLY = 4, 3, 6, 5, 2
@@ -265,3 +265,72 @@ def test_offloading_saves_in_the_remat_of_a_library() -> None:
     same(got, want)
     assert there
     assert not nowhere
+
+
+class Masked(nn.Module):
+    """Layers inside a module, which draw from its counters and name their parts by them."""
+
+    wrap: Any
+    save: Any
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        shared = nn.Dropout(0.5, deterministic=False)
+
+        def layer(x: Any) -> Any:
+            best = self.save(jnp.argmax(jax.lax.stop_gradient(x), -1))
+            y = nn.Dropout(0.3, deterministic=False)(nn.Dense(D, kernel_init=nn.initializers.ones)(x))
+            return shared(jnp.tanh(y)) * (best[..., None] + 1)
+
+        return self.wrap(layer)(self.wrap(layer)(x))
+
+
+def drawing(wrap: Any, save: Any) -> Any:
+    """The same for a transformed function of haiku."""
+
+    def layer(x: Any) -> Any:
+        best = save(jnp.argmax(jax.lax.stop_gradient(x), -1))
+        return hk.dropout(hk.next_rng_key(), 0.5, jnp.sin(hk.Linear(D, w_init=jnp.ones)(x))) * (best[..., None] + 1)
+
+    return hk.transform(lambda x: wrap(layer)(x))
+
+
+def saved(index: Any) -> Any:
+    return save_for_recompute(index)[0]
+
+
+def saved_in_a_scan(index: Any) -> Any:
+    return jax.lax.scan(lambda _, i: (None, saved(i)), None, index)[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "save", "way"),
+    [
+        ({}, saved, jax.jit),
+        ({}, saved, lambda f: f),
+        ({"mode": "custom_vjp"}, saved, jax.jit),
+        ({}, saved_in_a_scan, lambda f: f),
+        ({"verify": "raise"}, saved, lambda f: f),
+    ],
+    ids=["jit", "eager", "custom_vjp", "in a scan", "verify"],
+)
+@pytest.mark.parametrize("library", ["linen", "haiku"])
+def test_a_layer_inside_draws_the_same_keys_in_both_phases(library: str, options: Any, save: Any, way: Any) -> None:
+    x, key = jax.random.normal(jax.random.key(0), (T, D)), jax.random.key(1)
+
+    def run(wrap: Any, save: Any) -> Any:
+        def loss(params: Any, x: Any) -> Any:
+            if library == "linen":
+                y = Masked(wrap, save).apply(params, x, rngs={"dropout": key})
+            else:
+                y = drawing(wrap, save).apply(params, key, x)
+            return (y**2).sum()
+
+        return way(jax.value_and_grad(loss, (0, 1)))(params, x)
+
+    if library == "linen":
+        params = Masked(lambda f: f, lambda i: i).init({"params": key, "dropout": key}, x)
+    else:
+        params = drawing(lambda f: f, lambda i: i).init(key, x)
+    got, want = run(lambda f: remat(f, **options), save), run(lambda f: f, lambda i: i)
+    same(got, want)

@@ -1,5 +1,6 @@
 """Every error of the JAX frontend, line by line."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,10 @@ def test_a_branch_that_was_not_saved() -> None:
     def layer(x: Any) -> Any:
         return jnp.sin(x).sum() if x.sum() > 0 else x.sum()
 
+    looks = layer.__wrapped__.__code__.co_firstlineno + 2
     assert raised(MismatchError, lambda: jax.grad(layer)(X)) == [
         "layer 'gate': the recompute looks at a value that the forward did not save.",
+        f"  looks at: test_messages.py:{looks}",
         "  forward: ran on values",
         "  recompute: is traced, and has only what was saved",
         "  way out: save the decision, without looking again in the recompute: "
@@ -73,6 +76,7 @@ def test_phases_that_return_different_shapes(way: Any) -> None:  # R10
 
     assert raised(MismatchError, lambda: way(jax.grad(lambda x: layer(x)["y"].sum()))(X)) == [
         "layer 'cut': forward and recompute do not return the same.",
+        f"  layer at: {place(layer.__wrapped__)}",
         "  forward: output 0 is float32[2, 3]",
         "  recompute: output 0 is float32[1, 3]",
         "  way out: let both branches of `if doing_recompute():` compute the same, and save what decides between them.",
@@ -81,7 +85,7 @@ def test_phases_that_return_different_shapes(way: Any) -> None:  # R10
 
 def test_phases_that_return_different_structures() -> None:  # R10
     layer = remat(lambda x: (x,) if doing_recompute() else x, label="cut")
-    assert raised(MismatchError, lambda: jax.grad(lambda x: layer(x).sum())(X))[1:3] == [
+    assert raised(MismatchError, lambda: jax.grad(lambda x: layer(x).sum())(X))[2:4] == [
         "  forward: returned PyTreeDef(*)",
         "  recompute: returned PyTreeDef((*,))",
     ]
@@ -158,8 +162,10 @@ def test_a_value_dependent_layer_that_saves_in_an_inner_trace() -> None:
         "layer 'both': it saves inside a scan, cond, vmap, while or jitted function, and looks at values. It can "
         "do one of the two: for the first it is traced as a whole."
     )
-    assert found[1].startswith("  looked: Attempted boolean conversion of traced array")
-    assert found[2] == (
+    assert found[1] == f"  layer at: {place(layer.__wrapped__)}"
+    assert found[2].startswith("  looked: Attempted boolean conversion of traced array")
+    assert found[3] == f"  looked at: test_messages.py:{layer.__wrapped__.__code__.co_firstlineno + 2}"
+    assert found[4] == (
         "  way out: wrap the function that saves in remat of its own, instead of the layer around it; or let the inner "
         "function return the decisions and save them outside of it."
     )
@@ -172,10 +178,18 @@ def test_a_save_inside_a_custom_derivative() -> None:
         return x
 
     inner.defvjp(lambda x: (x, None), lambda _, t: (t,))
-    assert raised(MismatchError, lambda: jax.jit(remat(lambda x: inner(x), label="kernel"))(X)) == [
+    layer = lambda x: inner(x)  # noqa: E731
+    calls = layer.__code__.co_firstlineno
+    jax.config.update("jax_remat3", True)
+    try:
+        found = raised(MismatchError, lambda: jax.jit(remat(layer, label="kernel"))(X))
+    finally:
+        jax.config.update("jax_remat3", False)
+    assert found == [
         "layer 'kernel': a save inside a function with a custom_vjp rule cannot be kept for the recompute, because "
         "differentiation replaces that function by its rule.",
         "  operation: custom_vjp_call",
+        f"  called at: test_messages.py:{calls}",
         "  way out: make the decision before calling that function, save it there, and pass it in.",
     ]
 
@@ -190,6 +204,13 @@ OPTIONS = {
         ["remat: verify=True does not exist.", "  way out: choose one of 'off', 'warn', 'raise'."],
     ),
     "fun": (lambda: remat(3), ["remat takes a function, not 3.", "  way out: pass the layer itself."]),
+    "class": (
+        lambda: remat(functools.partial),
+        [
+            "remat takes a function, and partial is a class: a call of it makes a layer, and runs none.",
+            "  way out: pass an instance or a function; for a class of flax there is flax.linen.remat.",
+        ],
+    ),
     "argnums": (
         lambda: remat(jnp.sin, static_argnums="x"),  # type: ignore[arg-type]
         ["remat: static_argnums='x'.", "  way out: give positions: an int, or a tuple of ints."],

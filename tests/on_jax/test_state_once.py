@@ -10,7 +10,17 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import io_callback
 
-from roundpipe_jax import MismatchError, keep, record, remat, remat_layers, replay, save_for_recompute, update_once
+from roundpipe_jax import (
+    MismatchError,
+    doing_recompute,
+    keep,
+    record,
+    remat,
+    remat_layers,
+    replay,
+    save_for_recompute,
+    update_once,
+)
 from tests.on_jax.oracle import LANES, WAYS, same
 
 X = jnp.array([0.3, -1.2, 0.7])
@@ -90,6 +100,48 @@ def test_a_replay_makes_it_once(form: str) -> None:
         seen.values.clear()
         assert seen.after(functools.partial(way(replayed), tape)) == [2]
         same(way(replayed)(tape, X), slope(seen.bare)(X))
+
+
+def scanned(x: Any) -> Any:
+    def body(x: Any, _: Any) -> Any:
+        (best,) = save_for_recompute(jnp.argmax(jax.lax.stop_gradient(x)))
+        return jnp.sin(x) * x[best], None
+
+    return jax.lax.scan(body, x, None, length=2)[0]
+
+
+def asking(x: Any) -> Any:
+    (best,) = save_for_recompute(jnp.argmax(jax.lax.stop_gradient(x)))
+    return jax.jit(lambda x: jnp.cos(x) * (1 + 0 * doing_recompute()))(x) * x[best]
+
+
+@pytest.mark.parametrize("rest", [scanned, asking, lambda x: jax.jit(lambda x: x * save_for_recompute(3)[0])(x)])
+def test_what_python_does_is_done_once_though_the_layer_starts_over(rest: Any) -> None:
+    seen: list[int] = []
+
+    def layer(x: Any) -> Any:
+        update_once(seen.append, 1)
+        return rest(x)
+
+    def replayed(f: Any, tape: Any) -> Any:
+        with replay(tape):
+            return f(X)
+
+    with record() as tape:
+        remat(layer)(X)
+    steps: dict[str, Any] = {
+        "recorded": lambda: None,
+        "replayed": lambda: replayed(remat(layer), tape),
+        "replayed again": lambda: replayed(slope(remat(layer)), tape),
+        "forward": lambda: remat(layer)(X),
+        "gradient": lambda: slope(remat(layer))(X),
+    }
+    made = {}
+    for name, step in steps.items():
+        step()
+        made[name] = len(seen)
+        seen.clear()
+    assert made == dict.fromkeys(steps, 1)
 
 
 L = 4
@@ -190,6 +242,38 @@ def _of_each(layer: Callbacks, w: Any, x: Any) -> Any:
     update_once(jax.debug.callback, lambda _: layer.made.update(["debug"]), best)
     update_once(io_callback, lambda _: layer.made.update(["io"]), None, best)
     return jnp.sin(x * w) * x[best]
+
+
+def _given(layer: Callbacks, best: Any, w: Any, x: Any) -> Any:
+    jax.debug.callback(lambda _: layer.made.update(["debug"]), best)
+    jax.jit(lambda v: io_callback(lambda _: layer.made.update(["io"]), None, v))(best)
+    return jnp.sin(x * w) * x[best]
+
+
+@pytest.mark.parametrize("axis", [0, None])
+def test_under_vmap_a_replay_makes_what_the_layer_with_the_decisions_makes(axis: int | None) -> None:
+    """One for each example that has a tape of its own. A decision that all examples share is told once, as JAX does."""
+    layer = Callbacks(saves=True)
+    f = remat(functools.partial(_of_each, layer))
+    examples = jnp.stack([X, 2 * X, 3 * X])
+
+    def recorded(x: Any) -> Any:
+        with record() as tape:
+            f(1.0, x)
+        return tape
+
+    def replayed(tape: Any, x: Any) -> Any:
+        with replay(tape):
+            return jax.grad(lambda x: f(1.0, x).sum())(x)
+
+    tape = jax.vmap(recorded)(examples) if axis == 0 else recorded(X)
+    decisions = jnp.full(3, 2) if axis == 0 else jnp.int32(2)
+    given = jax.vmap(jax.grad(lambda x, best: _given(layer, best, 1.0, x).sum()), (0, axis))
+    expected = layer.after(jax.jit(given), examples, decisions)
+    for way in WAYS.values():
+        made, slopes = layer.after(way(jax.vmap(replayed, (axis, 0))), tape, examples)
+        assert made == expected[0]
+        same(slopes, expected[1])
 
 
 def test_in_a_branch_it_is_made_where_the_branch_is_taken() -> None:

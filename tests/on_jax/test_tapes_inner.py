@@ -227,9 +227,9 @@ def test_a_tape_of_a_scan_that_does_not_fit(way: Any) -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda x, w: jax.vmap(lambda x: layer(x[None], w[0]))(x), "inside vmap"),
-        (looping, "inside while"),
-        (in_both_branches, "saves at several points"),
+        (lambda x, w: jax.vmap(lambda x: layer(x[None], w[0]))(x), r"inside vmap(?s:.*)called at: .*_inner.py:"),
+        (looping, r"inside while(?s:.*)called at: .*_inner.py:"),
+        (in_both_branches, r"saves at several points(?s:.*)saved at: .*_inner.py:"),
     ],
     ids=["vmap", "while", "both branches"],
 )
@@ -291,6 +291,13 @@ def fails_in_a_scan(x: Any) -> None:
     jax.lax.scan(body, x, None, length=2)
 
 
+def fails_inside(x: Any) -> None:
+    def body(x: Any, _: Any) -> Any:
+        return x * save_for_recompute(route(x))[0].max(), None
+
+    remat(lambda x: remat(fails_at_home, label="fails")(x), label="around")(jax.lax.scan(body, x, None, length=2)[0])
+
+
 def otherwise(fails: Any, **options: Any) -> Any:
     """A program that goes another way when a layer fails."""
 
@@ -337,14 +344,33 @@ def test_a_region_that_fails_with_a_trace_inside_is_an_error_if_the_program_goes
         except ArithmeticError:
             return x
 
-    for function in (otherwise(fails_in_a_scan), stacked):
+    inside = otherwise(fails_inside)
+    for function in (otherwise(fails_in_a_scan), stacked, inside):
         for step in (recording(function), jax.jit(recording(function))):
             with pytest.raises(TapeError, match=r"(?s)layer 'fails': it saved, and then ended.*: .*_inner.py:"):
                 step(X, W)
-    uncaught = recording(lambda x, _: remat(fails_in_a_scan)(x))
-    for step in (uncaught, jax.jit(uncaught)):
-        with pytest.raises(ArithmeticError):
-            step(X, W)
+    for fails in (fails_in_a_scan, fails_inside):
+        uncaught = recording(lambda x, _, fails=fails: remat(fails)(x))
+        for step in (uncaught, jax.jit(uncaught)):
+            with pytest.raises(ArithmeticError):
+                step(X, W)
+
+
+@pytest.mark.parametrize("fault", ["fails", "vmap", "jit"])
+def test_what_a_tape_lacks_is_an_error_though_the_program_catches_it(fault: str) -> None:
+    def caught(x: Any) -> Any:
+        try:
+            remat(fails_at_home, label="lacks")(x)
+        except ArithmeticError:
+            return x
+
+    functions: dict[str, Any] = {
+        "fails": remat(lambda x: caught(jax.lax.map(lambda x: save_for_recompute(x)[0], x)), label="around"),
+        "vmap": remat(lambda x: jax.vmap(lambda x: save_for_recompute(x > 0)[0])(x), label="lacks"),
+        "jit": jax.jit(remat(lambda x: save_for_recompute(x > 0)[0], label="lacks")),
+    }
+    with pytest.raises(TapeError, match="layer 'lacks'"), record(), contextlib.suppress(ValueError):
+        functions[fault](X)
 
 
 def test_a_failed_region_saves_no_float_that_is_differentiated() -> None:

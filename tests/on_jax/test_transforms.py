@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 
-from roundpipe_jax import OptionError, doing_recompute, get_recompute_data, remat, save_for_recompute
+from roundpipe_jax import (
+    GradientError,
+    OptionError,
+    doing_recompute,
+    get_recompute_data,
+    keep,
+    recompute_once,
+    remat,
+    save_for_recompute,
+)
 
 T, D = 6, 4
 LANES = ["checkpoint", "custom_vjp"]
@@ -165,3 +174,125 @@ def test_the_residual_lane_reduces_over_a_vmap_only_where_backward_is_in_it() ->
     same(outside(remat(reduced)), outside(reduced))
     with pytest.raises(OptionError, match=r"layer 'reduced'.*cannot reduce over the axis of a vmap around the layer"):
         outside(ours)
+
+
+def branches(x_D: Any, w_DD: Any) -> Any:
+    return jax.lax.cond(x_D[0] > 0, lambda x, w: jnp.tanh(x @ w), lambda x, w: 2 * x, x_D, w_DD)
+
+
+def best(x_D: Any) -> Any:
+    (best,) = save_for_recompute(jnp.argmax(jax.lax.stop_gradient(x_D)))
+    return best + 1
+
+
+BY_EXAMPLE: dict[str, Layer] = {
+    "saved": lambda x, w: branches(x, w) * best(x),
+    "kept": lambda x, w: jnp.sin(keep(branches, x, jnp.sin(w))) * best(x),
+}
+OF_A_BATCH: dict[str, Callable[[Layer], Any]] = {
+    "grad": lambda f: jax.grad(lambda x, w: jnp.sin(f(x, w)).sum(), (0, 1))(*data()),
+    "hessian": lambda f: jax.jacrev(jax.grad(lambda w: jnp.sin(f(data()[0], w)).sum()))(data()[1]),
+    "of a batch": lambda f: jax.grad(lambda x, w: jax.vmap(f)(x[None], w[None]).sum(), (0, 1))(*data()),
+}
+
+
+@pytest.mark.parametrize("name", OF_A_BATCH)
+@pytest.mark.parametrize("of", BY_EXAMPLE)
+@pytest.mark.parametrize("mode", LANES)
+def test_examples_of_a_batch_take_different_branches(mode: Any, of: str, name: str) -> None:
+    batches = [jax.vmap(f, (0, None)) for f in (remat(BY_EXAMPLE[of], mode=mode), BY_EXAMPLE[of])]
+    same(*map(OF_A_BATCH[name], batches))
+
+
+def normed(x_D: Any, w_DD: Any) -> Any:
+    """A result of each example, one by what they share, one from all of them."""
+    mean = jax.lax.pmean(x_D @ w_DD, "rows")
+    return jnp.tanh(x_D @ w_DD - mean) * best(x_D), (w_DD**2).sum(), mean
+
+
+def kept_norm(x_D: Any, w_DD: Any) -> Any:
+    return keep(lambda x, w: (jnp.sin(x) * best(x), (w**2).sum(), jax.lax.pmean(x @ w, "rows")), x_D, w_DD)
+
+
+@pytest.mark.parametrize("of", [normed, kept_norm])
+def test_a_result_that_a_batch_shares_stays_one(of: Any) -> None:
+    batches = [jax.vmap(f, (0, None), (0, None, None), axis_name="rows") for f in (remat(of), of)]
+    same(*(f(*data()) for f in batches))
+    same(*(jax.grad(lambda x, w, f=f: sum(map(jnp.sum, f(x, w))), (0, 1))(*data()) for f in batches))
+
+
+@jax.custom_vjp
+def kernel(x_D: Any, w_DD: Any) -> Any:
+    return jnp.tanh(x_D @ w_DD), (w_DD**2).sum()
+
+
+kernel.defvjp(
+    lambda x, w: (kernel(x, w), (x, w)),
+    lambda held, slopes: jax.vjp(lambda x, w: (jnp.tanh(x @ w), (w**2).sum()), *held)[1](slopes),
+)
+
+
+@pytest.mark.parametrize("mode", LANES)
+def test_the_slope_of_what_a_batch_shares_is_counted_once_for_each_example(mode: Any) -> None:
+    def kept(x: Any, w: Any) -> Any:
+        return keep(kernel, x, w)[1] * best(x)
+
+    def saved(x: Any, w: Any) -> Any:
+        return (w**2).sum(), jnp.sin(x @ w) * best(x)
+
+    def total(f: Any) -> Any:
+        values = jax.vmap(f, (0, None))
+        return jax.grad(lambda x, w: sum(map(jnp.sum, jax.tree.leaves(values(x, w)))), (0, 1))(*data())
+
+    same(total(remat(saved, mode=mode)), total(saved))
+    same(total(remat(kept, mode=mode)), total(lambda x, w: (w**2).sum() * best(x)))
+
+
+TRANSPOSED: dict[str, Callable[[Layer], Any]] = {
+    "transpose": lambda f: jax.linear_transpose(lambda v: f(data()[1], v), data()[0][0])(data()[0][1]),
+    "of a batch": lambda f: jax.linear_transpose(jax.vmap(lambda v: f(data()[1], v)), data()[0])(data()[0]),
+    "in a scan": lambda f: jax.linear_transpose(
+        lambda v: jax.lax.scan(lambda v, _: (f(data()[1], v), None), v, None, 2)[0], data()[0][0]
+    )(data()[0][1]),
+    "solve": lambda f: jax.grad(lambda w: solved(f, w, data()[0][0]).sum())(data()[1]),
+}
+
+
+def solved(f: Layer, w: Any, b: Any) -> Any:
+    def solve(_: Any, b: Any) -> Any:
+        return jnp.linalg.solve(jax.jacfwd(functools.partial(linear, w))(b), b)
+
+    return jax.lax.custom_linear_solve(
+        lambda v: f(w, v), b, solve, lambda _, b: jnp.linalg.solve(jax.jacfwd(functools.partial(linear, w))(b).T, b)
+    )
+
+
+def linear(w_DD: Any, v_D: Any) -> Any:
+    return (w_DD + 4 * jnp.eye(D)) @ v_D * best(w_DD)
+
+
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_a_linear_layer_is_transposed(name: str) -> None:
+    same(TRANSPOSED[name](remat(linear)), TRANSPOSED[name](linear))
+
+
+def test_a_layer_that_decides_by_what_it_should_be_linear_in_is_not() -> None:
+    with pytest.raises(GradientError, match=r"layer 'crooked'.*so it is not linear(?s:.*)layer at: .*\.py:\d+"):
+        jax.linear_transpose(remat(lambda v: v * best(v), label="crooked"), data()[0])(data()[0])
+
+
+@pytest.mark.parametrize("mode", LANES)
+def test_functions_that_each_phase_makes_anew_in_a_result(mode: Any) -> None:
+    def steps(x: Any) -> Any:
+        scale = recompute_once(jnp.argmax, jax.lax.stop_gradient(x)) + 1
+        value, pull = jax.vjp(lambda x: jnp.sin(x) * scale, x)
+        return value, pull, jax.tree_util.Partial(lambda x, y: x * y, jnp.cos(x))
+
+    def through(f: Any) -> Any:
+        def used(x: Any) -> Any:
+            value, pull, times = f(x)
+            return times(pull(value)[0]).sum()
+
+        return jax.grad(used)(data()[0])
+
+    same(through(remat(steps, mode=mode, verify="raise")), through(steps))

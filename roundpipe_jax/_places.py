@@ -1,0 +1,49 @@
+"""Where in the user's code something happened, as facts for a message."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from roundpipe_core._slots import Place, is_ours, where
+
+from ._jax import is_io
+from ._programs import subprograms
+
+__all__ = ["of_error", "of_io", "of_operation"]
+
+_JAX = str(Path(jax.__file__).parent)
+
+Facts = list[tuple[str, str]]
+
+
+def of_error(name: str, error: BaseException) -> Facts:
+    """The user's line that raised it, called `name`; nothing if there is none."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return _innermost(name, reversed(frames))
+
+
+def of_operation(name: str, eqn: JaxprEqn) -> Facts:
+    """The user's line that an operation of a program comes from."""
+    made: Any = eqn.source_info.traceback
+    return _innermost(name, [(frame.file_name, frame.line_num) for frame in made.frames] if made is not None else [])
+
+
+def of_io(jaxpr: Jaxpr) -> Facts:
+    """Those of the `io_callback`s in a program, at any depth."""
+    found: Facts = []
+    for eqn in jaxpr.eqns:
+        if any(map(is_io, eqn.effects)):
+            inner = subprograms(eqn)
+            found += [fact for one in inner for fact in of_io(one)] or of_operation("called at", eqn)
+    return found[:8]
+
+
+def _innermost(name: str, places: Iterable[Place]) -> Facts:
+    user = (place for place in places if not is_ours(place[0]) and not place[0].startswith(_JAX))
+    return [(name, where(place)) for place in user][:1]
