@@ -22,16 +22,17 @@ T, D, H, E = 4096, 32, 16, 64
 Inputs = dict[str, jax.Array]
 
 
-def moe(p: Inputs, x_TD: jax.Array, k: int, pinned_TK: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+def moe(p: Inputs, x_TD: jax.Array, k: int, pinned_TK: jax.Array | None, saves: bool) -> tuple[jax.Array, jax.Array]:
     x_TD = x_TD * jax.lax.rsqrt((x_TD**2).mean(-1, keepdims=True) + 1e-6)
     logits_TE = jnp.einsum("td,de->te", x_TD, p["gate_DE"], preferred_element_type=jnp.float32)
     if pinned_TK is not None:
         idx_TK = pinned_TK
-    elif doing_recompute():
+    elif saves and doing_recompute():
         (idx_TK,) = get_recompute_data()
     else:
         idx_TK = jax.lax.top_k(jax.lax.stop_gradient(logits_TE), k)[1]
-        save_for_recompute(idx_TK)
+        if saves:
+            save_for_recompute(idx_TK)
     weight_TK = jnp.take_along_axis(jax.nn.softmax(logits_TE) + p["mark_TE"], idx_TK, 1).astype(x_TD.dtype)
     h_TKH = jax.nn.silu(jnp.einsum("td,tkdh->tkh", x_TD, p["up_EDH"][idx_TK]))
     return x_TD + jnp.einsum("tkh,tkhd,tk->td", h_TKH, p["down_EHD"][idx_TK], weight_TK), idx_TK
@@ -49,7 +50,8 @@ def data(seed: int) -> Inputs:
 
 @functools.cache
 def step(wrap: Callable[..., Any], k: int, *, pin: bool = False) -> Callable[..., Any]:
-    layer = wrap(lambda p, x, pinned: moe(p, x, k, pinned if pin else None))
+    saves = wrap is remat  # any checkpoint keeps what is saved
+    layer = wrap(lambda p, x, pinned: moe(p, x, k, pinned if pin else None, saves))
 
     def loss(p: Inputs, pinned: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = p["x_TD"] + jnp.tanh(p["x_TD"]) * (1 + p["scale_D"])  # what the layer before adds

@@ -12,7 +12,7 @@ from roundpipe_jax import remat
 
 from ._rounds import timed
 from ._rows import Row
-from .jax_costs import X, params, unrolled
+from .jax_costs import WRAPS, X, params, unrolled
 
 
 def trace_and_lower(wrap: Callable[..., Any], layers: int) -> Callable[[], Any]:
@@ -32,7 +32,7 @@ def eager_step(wrap: Callable[..., Any], layers: int) -> Callable[[], Any]:
 
 
 def rows(quick: bool) -> Iterator[Row]:
-    wraps = {"jax.checkpoint": jax.checkpoint, "remat": remat}
+    wraps = {"jax.checkpoint": WRAPS["jax.checkpoint"], "remat": remat}
     for what, make, layers, rounds in (
         ("trace and lower, 24 layers", trace_and_lower, 24, 9),
         ("eager step, 8 layers", eager_step, 8, 15),

@@ -28,7 +28,7 @@ Plan = tuple[Array, ...]  # the experts of each token, their rows, whether there
 
 WAYS: dict[str, Callable[[Layer, str], Layer]] = {
     "none": lambda layer, label: layer,
-    "jax": lambda layer, label: jax.checkpoint(layer),
+    "jax": lambda layer, label: jax.checkpoint(partial(layer, remembers=False)),  # else it would remember, too
     "ours": lambda layer, label: remat(layer, label=label),
 }
 
@@ -88,12 +88,13 @@ def block(
     key: Array | None,
     plan: Plan | None,
     x_BLD: Array,
+    remembers: bool = True,
 ) -> tuple[Array, Plan, Array]:
     """Causal attention, then experts. This is what gets checkpointed."""
     keys = jax.random.split(key) if key is not None else (None, None)
     mixed_BLD = attend(sizes, weights, norm(x_BLD, weights["attention_norm_D"]))
     x_BLD = x_BLD + drop(mixed_BLD, sizes.dropout, keys[0])
-    y_BLD, plan, seen = moe(sizes, weights, watch_TK, bias_E, plan, norm(x_BLD, weights["moe_norm_D"]))
+    y_BLD, plan, seen = moe(sizes, weights, watch_TK, bias_E, plan, norm(x_BLD, weights["moe_norm_D"]), remembers)
     return x_BLD + drop(y_BLD, sizes.dropout, keys[1]), plan, seen
 
 
@@ -105,17 +106,24 @@ def attend(sizes: Sizes, weights: Weights, x_BLD: Array) -> Array:
 
 
 def moe(
-    sizes: Sizes, weights: Weights, watch_TK: Array | None, bias_E: Array, plan: Plan | None, x_BLD: Array
+    sizes: Sizes,
+    weights: Weights,
+    watch_TK: Array | None,
+    bias_E: Array,
+    plan: Plan | None,
+    x_BLD: Array,
+    remembers: bool,
 ) -> tuple[Array, Plan, Array]:
     """Sends each token to K of E experts and adds up what they return."""
     x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])
     scores_TE = jax.nn.sigmoid(product(x_TD, weights["moe.gate_DE"]))
     if plan is None:
-        if doing_recompute():
+        if remembers and doing_recompute():
             plan = get_recompute_data()
         else:
             plan = route(sizes, bias_E, jax.lax.stop_gradient(scores_TE))
-            save_for_recompute(*plan)
+            if remembers:
+                save_for_recompute(*plan)
     y_TD = run_experts(sizes, weights, x_TD, scores_TE, *plan)
     seen = probe(watch_TK, plan[0]) if watch_TK is not None else jnp.zeros((), jnp.float32)
     return y_TD.reshape(x_BLD.shape), plan, seen
