@@ -113,6 +113,10 @@ class Frame:
     """One call of a region. What most of them never look at stands in the class."""
 
     _needed: Sequence[int] = ()
+    _modes: Modes | None = None
+    """Of the modules that the call can reach, if there are any."""
+    _buffers: Buffers | None = None
+    """Of these modules, if they have any."""
     _roots: Sequence[Any] = ()
     """Modules, and tensors that are no arguments, while the forward runs."""
     outside: Outside | None = None
@@ -154,8 +158,6 @@ class Frame:
                 self._inputs = Inputs(args, kwargs)
         values = (*args, *kwargs.values())
         self._generators = Generators(generators_of(function, values)) if options.preserve_rng_state else None
-        self._modes: Modes | None = None
-        self._buffers: Buffers | None = None
         roots = reached(function, values)
         if roots:
             modules = with_children(root for root in roots if isinstance(root, torch.nn.Module))
@@ -197,11 +199,8 @@ class Frame:
         finally:
             self._underway = None
             self._crowded = visit is not None and visit.end()
-        told = self.trace.told_at >= 0
-        if self._buffers is not None:
-            self._buffers.settle(told)
         if self._modes is not None:
-            self._modes.settle(not (told or run.leaves_out), self._buffers.owners() if self._buffers else ())
+            self._settle(self._modes, run.leaves_out)
         if self._generators and self._generators.missed():
             raise started_inside(self.slot.label)
         if outputs is _NOTHING:
@@ -229,6 +228,14 @@ class Frame:
         if outermost:
             held(self.slot, args, kwargs, self._parcel)
         return outputs
+
+    def _settle(self, modes: Modes, leaves_out: bool) -> None:
+        """Note what the forward has changed of its modules. `leaves_out`: its recompute does without parts of it."""
+        told, owners = self.trace.told_at >= 0, []
+        if self._buffers is not None:
+            self._buffers.settle(told)
+            owners = self._buffers.owners()
+        modes.settle(not (told or leaves_out), owners)
 
     def hooked(self) -> Sequence[Hooked]:
         """Tensors from before it that the forward has put hooks on, so far."""
