@@ -23,12 +23,14 @@ _seeking = threading.Lock()
 def opened(path: Path) -> FileIO:
     """`path`, for reading. A link is followed; a pipe, a device or a folder is refused without waiting for it."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    descriptor = os.open(path, flags)
+    descriptor = -1
     try:
+        descriptor = os.open(path, flags)
         _refuse_irregular(path, os.fstat(descriptor))
         return FileIO(descriptor, "rb")
     except BaseException:
-        os.close(descriptor)
+        if descriptor != -1:
+            os.close(descriptor)
         raise
 
 
@@ -113,12 +115,9 @@ def _become(path: str, before: os.stat_result) -> None:
 
 def _sync_folder(path: str) -> None:
     """Make the new name as lasting as the file; where folders cannot be synced, it is so already."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+        stack.callback(os.close, descriptor := os.open(path, os.O_RDONLY))
+        os.fsync(descriptor)
 
 
 def _refuse_irregular(path: Path, status: os.stat_result) -> None:
