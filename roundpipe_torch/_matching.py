@@ -172,7 +172,9 @@ class Trace:
         line = self._located(n, tensor) if n >= self._located_from else None
         try:
             self.packs.append((tensor.shape, dtype, tensor.device, nodes, line))
-        except RuntimeError:  # a nested tensor that has no shape
+        except RuntimeError:
+            if not tensor.is_nested:  # such a one has no shape, if it is strided
+                raise
             shape = torch.Size(tensor._nested_tensor_size().flatten().tolist())
             self.packs.append((shape, dtype, tensor.device, nodes, line))
 

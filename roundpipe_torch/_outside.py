@@ -50,7 +50,9 @@ class Outside:
 def _versions_of(tensors: list[torch.Tensor]) -> list[int]:
     try:
         return [*map(_version, tensors)]
-    except RuntimeError:  # one of inference mode, which has none
+    except RuntimeError:
+        if not any(tensor.is_inference() for tensor in tensors):  # which have none
+            raise
         return [*map(version_of, tensors)]
 
 

@@ -137,7 +137,7 @@ def test_equal_layers_are_traced_once_a_phase() -> None:
 
 
 def test_an_eager_step_traces_a_layer_once_for_all_steps() -> None:
-    calls, fresh = 0, types.FunctionType(layer.__code__, globals())
+    calls, fresh = 0, types.FunctionType(layer.__code__, globals(), argdefs=layer.__defaults__)
 
     def watch(frame: Any, event: str, _: Any) -> None:  # a count of its own would be state that the layer reads
         nonlocal calls

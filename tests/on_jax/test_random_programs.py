@@ -160,7 +160,7 @@ def in_steps(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@examples(3)
+@examples(2)
 @given(program=programs(), lane=LANE, unknown=st.booleans())
 def test_gradients_are_those_without_remat(form: str, program: Any, lane: Any, unknown: bool) -> None:  # R8, R10
     case = Case(program, lane, FORMS[form])
@@ -169,7 +169,7 @@ def test_gradients_are_those_without_remat(form: str, program: Any, lane: Any, u
     case.check()
 
 
-@examples(10)
+@examples(7)
 @given(programs(traced=False), LANE, FORM)
 def test_gradients_of_nested_regions_on_values(program: Any, lane: Any, form: str) -> None:
     Case(program, lane, FORMS[form]).check()
@@ -192,7 +192,7 @@ def test_gradients_of_compiled_programs(program: Any, lane: Any) -> None:
     check_decisions(plain, ours)
 
 
-@examples(8)
+@examples(6)
 @given(programs(), LANE, FORM, st.integers(1, 12), st.sampled_from([BoomError, Interrupt]))
 def test_a_failure_anywhere_and_another_try(program: Any, lane: Any, form: str, fuse: int, failure: Any) -> None:
     case = Case(program, lane, FORMS[form])
@@ -203,7 +203,7 @@ def test_a_failure_anywhere_and_another_try(program: Any, lane: Any, form: str, 
     case.check(runner)
 
 
-@examples(6)
+@examples(5)
 @given(programs(), LANE, FORM, st.integers(0, 3))
 def test_a_value_with_a_tangent_is_refused(program: Any, lane: Any, form: str, place: int) -> None:  # R5
     (first, *rest) = program
@@ -238,7 +238,7 @@ def test_two_threads(program: Any, lane: Any, form: str) -> None:
         raise fault
 
 
-@examples(3)
+@examples(2)
 @given(programs(), LANE, FORM)
 def test_nothing_outlives_its_graph(program: Any, lane: Any, form: str) -> None:  # R9
     case = Case(program, lane, FORMS[form])
@@ -258,7 +258,7 @@ def test_no_tracer_outlives_its_trace(program: Any, lane: Any, form: str) -> Non
         case.run(case.runner(lane))
 
 
-@examples(6)
+@examples(4)
 @given(programs(), LANE, st.booleans())
 def test_a_replay_decides_nothing(program: Any, lane: Any, jitted: bool) -> None:  # R13
     case = Case(program, lane, form(lambda f: gradient(f)(X, W), on_values=not jitted))
