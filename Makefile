@@ -14,7 +14,7 @@
 SHELL  := bash
 PYTHON ?= python3
 BIN    := .venv/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 READY  := .venv/.ready
 BENCH_READY := .venv/.bench-ready
 DIST_READY := build/dist-env/.ready
@@ -34,8 +34,7 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, found " + sys.version.split()[0])'
 	$(PYTHON) -m venv .venv
 
-# One pip command for everything, so that the pins hold for each package and nothing is installed twice. What is imported
-# is compiled then: of tens of thousands of files that is a small part.
+# One pip command for everything, so that the pins hold for each package and nothing is installed twice.
 # roundpipe_core/__init__.py holds the version, which an editable install copies.
 $(READY): pyproject.toml constraints.txt roundpipe_core/__init__.py | $(BIN)/python
 	$(PIP) -e '.[all,test]'

@@ -493,6 +493,13 @@ class Ambient:
         autocast = self._autocast or now._autocast
         if values == values_now and not autocast and self._device == now._device and compiler is compiler_now:
             return None
+        return self._after(
+            now, bool(autocast)
+        )  # entered by who uses it: an error before that would leave it open (R11)
+
+    @contextlib.contextmanager
+    def _after(self, now: Ambient, autocast: bool) -> Iterator[None]:
+        (_, _, compiler, *values), (_, _, compiler_now, *values_now) = self._found, now._found
         with contextlib.ExitStack() as stack:
             if values != values_now:
                 stack.callback(_apply, values_now)
@@ -506,4 +513,4 @@ class Ambient:
                 stack.enter_context(self._device or torch.device("cpu"))
             if compiler is not compiler_now:
                 stack.enter_context(_Compiling(compiler))
-            return stack.pop_all()
+            yield

@@ -156,6 +156,7 @@ def left_behind():
         torch._C._len_torch_dispatch_stack(),
         torch._C._len_torch_function_stack(),
         torch.is_autocast_enabled("cpu"),
+        (torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()),  # its casts are kept until that is 0
         torch._C._dispatch_tls_is_dispatch_key_included(torch._C._dispatch_key_parse("TESTING_ONLY_GenericMode")),
         Visit.inside(),
     )
