@@ -14,7 +14,9 @@
 SHELL  := bash
 PYTHON ?= python3
 BIN    := .venv/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+# Pip would compile tens of thousands of files on one core.
+COMPILE := $(BIN)/python -m compileall -q -j 0 .venv/lib > .venv/compile.log 2>&1 || true
 READY  := .venv/.ready
 BENCH_READY := .venv/.bench-ready
 DIST_READY := build/dist-env/.ready
@@ -38,6 +40,7 @@ $(BIN)/python:
 # roundpipe_core/__init__.py holds the version, which an editable install copies.
 $(READY): pyproject.toml constraints.txt roundpipe_core/__init__.py | $(BIN)/python
 	$(PIP) -e '.[all,test]'
+	@$(COMPILE)
 	@touch $@
 
 $(BENCH_READY): $(READY)

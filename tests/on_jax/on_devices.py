@@ -233,13 +233,20 @@ def stock_fails(check: Check) -> bool:
     return False
 
 
+def lanes(name: str) -> tuple[Any, ...]:
+    """The lanes of a check: each of those to come is about one of them."""
+    if name not in EVERYWHERE or REMAT3:
+        return (remat,)
+    return (in_the_residual_lane,) if os.environ.get("JAX_CUSTOM_VJP3") else (remat, in_the_residual_lane)
+
+
 def main() -> None:
     assert jax.device_count() == 8
     only_devices = not (REMAT3 or os.environ.get("JAX_CUSTOM_VJP3"))
     checks = EVERYWHERE | (EIGHT_DEVICES if only_devices else FIRST_LANE)
     for name, check in checks.items():
         want = check(as_given)
-        for wrap in (remat, in_the_residual_lane) if name in EVERYWHERE else (remat,):
+        for wrap in lanes(name):
             try:
                 same(check(wrap), want)
             except Exception:
