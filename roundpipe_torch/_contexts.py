@@ -24,7 +24,7 @@ from . import _compile
 from ._errors import saved_inside_torchs
 from ._matching import region_codes
 from ._run import TorchRun
-from ._selective import count_by_line
+from ._selective import count_by_line, modes_on
 from ._state import Generators, generators_on
 from ._torchs import LABEL, Part, in_backward_of_others, innermost, is_ours, part_of, parts_around
 
@@ -208,12 +208,13 @@ class _Again(Run):
 
 def _run_here(outer: Run | None) -> Run | None:
     """The run of torch's own checkpoint that this code belongs to; `outer` if there is none."""
-    if outer is not None and not isinstance(outer, (TorchRun, TapeRun)):
-        return outer
-    count_by_line()
+    if modes_on():
+        count_by_line()
     hooks = innermost(False)
+    if is_ours(hooks) or not (outer is None or isinstance(outer, (TorchRun, TapeRun))):
+        return outer
     if hooks is not None:
-        return outer if is_ours(hooks) else region_of(hooks, outer) or outer
+        return region_of(hooks, outer) or outer
     if not isinstance(outer, TorchRun) and torch._C._current_graph_task_id() != -1 and in_backward_of_others():
         return _Again()
     return outer

@@ -20,17 +20,16 @@ from torch.utils.checkpoint import CheckpointPolicy, _CachedTorchDispatchMode, _
 
 from ._matching import line_of, region_codes
 
-__all__ = ["count_by_line"]
+__all__ = ["count_by_line", "modes_on"]
 
-_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+modes_on: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""Whether there are any, which see each operation."""
 _HELD = "roundpipe"
 """Under which the forward's entries by line are found among those that are not; all others are kinds of operations."""
 
 
 def count_by_line() -> None:
     """From here on, in the forwards and recomputes under way. Both phases call this first at the same point."""
-    if not _modes():
-        return
     mode: Any
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode.__dict__.get("storage"), _ByLine):

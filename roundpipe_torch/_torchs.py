@@ -41,7 +41,7 @@ def is_torchs(hooks: Any) -> bool:
 
 def is_ours(hooks: Any) -> bool:
     """Whether they are those of a region or of a decision."""
-    return hooks is not None and str(getattr(hooks[1], "__module__", "")).startswith(_OURS)
+    return hooks is not None and (getattr(hooks[1], "__module__", None) or "").startswith(_OURS)
 
 
 _OURS = __name__.partition(".")[0]
