@@ -28,12 +28,13 @@ from roundpipe_core._slots import Slot
 from roundpipe_core._trees import flatten
 
 from ._errors import buffer_changed, buffer_unknown, user_line
+from ._modes import Modes, with_children
 from ._notes import Notes
 from ._parts import bytes_of
 from ._state import DrawWatch, Watch
 from ._views import version_of
 
-__all__ = ["Buffers", "Moved", "copies", "not_misled"]
+__all__ = ["Buffers", "Moved", "copies", "not_misled", "settle", "states_of"]
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -329,6 +330,28 @@ def _storage(tensor: Any) -> int:
 def _as_before(module: torch.nn.Module, name: str, told: bool) -> bool:
     """Whether a recompute changes this buffer as its forward did, so that it has to begin with the value of then."""
     return not told or _repeating.of(module).get(name, False)
+
+
+def states_of(roots: Iterable[Any]) -> tuple[list[torch.nn.Module], Modes | None, Buffers | None]:
+    """The modules among `roots` and those inside of them, what is set of these, and their buffers."""
+    modules = with_children(root for root in roots if isinstance(root, torch.nn.Module))
+    return (modules, Modes(modules), Buffers.of(modules)) if modules else ([], None, None)
+
+
+def settle(modes: Modes, buffers: Buffers | None, told: bool, leaves_out: bool) -> None:
+    """Note what the forward has changed of its modules.
+
+    Args:
+        modes: what was set of them when it began.
+        buffers: theirs, if they have any.
+        told: the layer knows its phase.
+        leaves_out: its recompute does without parts of it.
+    """
+    owners: list[torch.nn.Module] = []
+    if buffers is not None:
+        buffers.settle(told)
+        owners = buffers.owners()
+    modes.settle(not (told or leaves_out), owners)
 
 
 def copies(buffers: Buffers | None, slot: Slot, told: bool) -> contextlib.AbstractContextManager[None]:

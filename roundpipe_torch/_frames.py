@@ -26,7 +26,7 @@ from roundpipe_core._slots import Slot
 from roundpipe_core._trees import flatten
 
 from ._before import Before
-from ._buffers import Buffers, copies, not_misled
+from ._buffers import Buffers, copies, not_misled, settle, states_of
 from ._decisions import Decisions
 from ._errors import (
     context_swallowed,
@@ -43,7 +43,7 @@ from ._hooks import Hooked, Resting, left_since, now, take_off
 from ._inputs import Inputs, Retaining, restored
 from ._keep import forget_with
 from ._matching import Leaf, Pairs, Trace, cheap_tail, match, match_aligned, node_count, node_names, region_codes
-from ._modes import Modes, with_children
+from ._modes import Modes
 from ._offload import Offload, Parcel
 from ._outside import Outside, Stale
 from ._ranks import collectives, keeps_graph, recompute_on_arrival, tell_rank
@@ -160,9 +160,7 @@ class Frame:
         self._generators = Generators(generators_of(function, values)) if options.preserve_rng_state else None
         roots = reached(function, values)
         if roots:
-            modules = with_children(root for root in roots if isinstance(root, torch.nn.Module))
-            if modules:
-                self._modes, self._buffers = Modes(modules), Buffers.of(modules)
+            modules, self._modes, self._buffers = states_of(roots)
             self._roots = [*modules, *roots]
         self._ambient = Ambient()
         self._context = copy_context()
@@ -200,7 +198,7 @@ class Frame:
             self._underway = None
             self._crowded = visit is not None and visit.end()
         if self._modes is not None:
-            self._settle(self._modes, run.leaves_out)
+            settle(self._modes, self._buffers, self.trace.told_at >= 0, run.leaves_out)
         if self._generators and self._generators.missed():
             raise started_inside(self.slot.label)
         if outputs is _NOTHING:
@@ -228,14 +226,6 @@ class Frame:
         if outermost:
             held(self.slot, args, kwargs, self._parcel)
         return outputs
-
-    def _settle(self, modes: Modes, leaves_out: bool) -> None:
-        """Note what the forward has changed of its modules. `leaves_out`: its recompute does without parts of it."""
-        told, owners = self.trace.told_at >= 0, []
-        if self._buffers is not None:
-            self._buffers.settle(told)
-            owners = self._buffers.owners()
-        modes.settle(not (told or leaves_out), owners)
 
     def hooked(self) -> Sequence[Hooked]:
         """Tensors from before it that the forward has put hooks on, so far."""

@@ -93,7 +93,7 @@ def _hooks_before(
 
 
 def _reached(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return [*tensors_in(tuple(args), kwargs), *tensors_of(function, (*args, *kwargs.values()))]
+    return [*tensors_in((tuple(args), kwargs)), *tensors_of(function, (*args, *kwargs.values()))]
 
 
 def _hooks_of(tensor: torch.Tensor) -> Iterator[_Hooks]:

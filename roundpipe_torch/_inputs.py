@@ -32,16 +32,16 @@ __all__ = [
 T = TypeVar("T")
 
 
-def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors among the arguments, in containers too."""
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors in `tree`, such as the arguments of a call."""
     leaves: list[Any] = []
-    flatten((args, kwargs), leaves)
+    flatten(tree, leaves)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def line_up(slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tell a slot that is on its way to or from a tape what its region was called with (R13)."""
-    tensors = tensors_in(args, kwargs)
+    tensors = tensors_in((args, kwargs))
     devices = [tensor.device for tensor in tensors]
     device = next((device for device in devices if device.type != "cpu"), devices[0] if devices else None)
     slot.line_up([tuple(tensor.shape) for tensor in tensors], device)

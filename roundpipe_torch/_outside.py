@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from roundpipe_core import MutationError
-from roundpipe_core._trees import flatten
 
 from ._errors import outside_changed, user_line
+from ._inputs import tensors_in
 from ._state import Watch
 from ._views import version_of
 
@@ -89,11 +89,11 @@ class Stale(Watch):  # type: ignore[no-untyped-call]
         """Whether Python has learned a value."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = _tensors_in((args, kwargs))
+        given = tensors_in((args, kwargs))
         before = {*map(_memory, given)}
         source = self._source(func, given)
         outputs = func(*args, **(kwargs or {}))
-        made = {*map(_memory, _tensors_in(outputs))}
+        made = {*map(_memory, tensors_in(outputs))}
         if source is None:
             for memory in made - before:  # new, maybe where another has been
                 self._of.pop(memory, None)
@@ -143,12 +143,6 @@ _OVERWRITING = frozenset(
         _aten.uniform_.default, _aten.random_.default, _aten.bernoulli_.float, _aten.exponential_.default,
     }
 )  # fmt: skip
-
-
-def _tensors_in(tree: Any) -> list[torch.Tensor]:
-    leaves: list[Any] = []
-    flatten(tree, leaves)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _memory(tensor: torch.Tensor) -> int:

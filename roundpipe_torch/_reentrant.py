@@ -26,7 +26,7 @@ from roundpipe_core._slots import Slot
 from roundpipe_core._trees import Spec, flatten, unflatten
 
 from ._before import Before
-from ._buffers import Buffers, copies, not_misled
+from ._buffers import Buffers, copies, not_misled, settle, states_of
 from ._errors import (
     accumulates_only,
     described,
@@ -46,7 +46,7 @@ from ._inputs import as_it_was, as_now, restored
 from ._keep import Kept, forget_with, release
 from ._leaves import gradients, leaves_behind
 from ._matching import Trace, node_count, other_layout, region_codes
-from ._modes import Modes, with_children
+from ._modes import Modes
 from ._offload import Parcel
 from ._outside import Outside, Stale
 from ._ranks import is_sharded, step_is_over
@@ -79,9 +79,8 @@ def reentrant(
     spec = flatten((args, kwargs), leaves)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     region = _Region(function, spec, leaves, slot, options)
-    given, taken, _hooked = region.forward(
-        phase, tensors, args, kwargs
-    )  # nodes with hooks, held until the region's node holds them
+    # `_hooked`: nodes with hooks, held until the region's node holds them
+    given, taken, _hooked = region.forward(phase, tensors, args, kwargs)
     if any(region.idle):  # a hook on them would be called with None
         tensors = tuple(t.detach() if idle else t for t, idle in zip(tensors, region.idle, strict=True))
     anchor = torch.empty(0, requires_grad=True)
@@ -119,9 +118,7 @@ class _Region:
         self.roots: Sequence[Any] = ()  # while the forward runs
         roots = reached(function, leaves)
         if roots:
-            modules = with_children(root for root in roots if isinstance(root, torch.nn.Module))
-            if modules:
-                self.modes, self.buffers = Modes(modules), Buffers.of(modules)
+            modules, self.modes, self.buffers = states_of(roots)
             self.roots = [*modules, *roots]
         self.parcel = None if options.offload is None else Parcel(options.offload)
         self.crowded: bool
@@ -161,11 +158,8 @@ class _Region:
         finally:
             self.crowded = visit is not None and visit.end()
         self.wrote = versions != [*map(version_of, tensors)]
-        told = self.trace.told_at >= 0
-        if self.buffers is not None:
-            self.buffers.settle(told)
         if self.modes is not None:
-            self.modes.settle(not (told or run.leaves_out), self.buffers.owners() if self.buffers else ())
+            settle(self.modes, self.buffers, self.trace.told_at >= 0, run.leaves_out)
         self.hooked = [*run.hooked, *left_since(mark, self.function, (*tensors, *self.leaves), {})]
         self.parcel = run.parcel
         if self.roots:

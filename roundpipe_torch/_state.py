@@ -493,9 +493,8 @@ class Ambient:
         autocast = self._autocast or now._autocast
         if values == values_now and not autocast and self._device == now._device and compiler is compiler_now:
             return None
-        return self._after(
-            now, bool(autocast)
-        )  # entered by who uses it: an error before that would leave it open (R11)
+        # Entered by who uses it: an error before that would leave it open (R11).
+        return self._after(now, bool(autocast))
 
     @contextlib.contextmanager
     def _after(self, now: Ambient, autocast: bool) -> Iterator[None]:

@@ -191,7 +191,7 @@ def held(slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any], parcel: Parc
     """A region that is not inside another has run its forward. Free unless somebody watches."""
     if not _watching:
         return
-    tensors = [tensor for tensor in tensors_in(args, kwargs) if not isinstance(tensor, torch.nn.Parameter)]
+    tensors = [tensor for tensor in tensors_in((args, kwargs)) if not isinstance(tensor, torch.nn.Parameter)]
     inputs = sum({here.memory: here.nbytes for here in map(Here, tensors)}.values())
     for watching in tuple(_watching):  # another thread may end one of them meanwhile
         watching._took(slot, inputs, 0 if parcel is None else parcel.nbytes())
