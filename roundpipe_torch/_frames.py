@@ -100,7 +100,7 @@ class _Recomputed:
 
 
 _new: Callable[[type[T]], T] = object.__new__
-"""A holder that is then filled. Two are made for each tensor saved, and a call of `__init__` takes as long as the rest."""
+"""A holder, to be filled. Two are made for each tensor saved, and a call of `__init__` takes as long as the rest."""
 
 
 class _Stop(BaseException):
