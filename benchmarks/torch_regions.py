@@ -3,8 +3,8 @@
 A chain of tiny layers, forward and backward, ours and torch's non-reentrant checkpoint in turn. Each figure is compared
 with that of 100 regions, run just before it. A step without any region, in which autograd begins and ends all the same,
 is taken off: of one of 10 it would be some percent. All regions of a step live at once, so Python's cycle collector
-walks over more and more objects that are no garbage; it is measured with the collector and without, and what it costs is
-its own. `held` counts what a region that waits for its backward holds; `instructions` has no clock in it.
+walks over more and more objects that are no garbage; it is measured with the collector and without, and what it
+costs is its own. `held` counts what a region that waits for its backward holds; `instructions` has no clock in it.
 """
 
 from __future__ import annotations
