@@ -32,7 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO, FileIO
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from ._backend import backend_of, expand, origin_of, to_host
+from ._backend import backend_of, expand, host_of, origin_of
 from ._errors import TapeError, message
 from ._files import Path, new_memory, opened, read_into, replacing, set_out, write_all
 from ._host import DTYPES, HostArray, itemsize_of
@@ -187,20 +187,14 @@ def _json(value: Any) -> str:
 
 
 def _bytes_of(stored: _Stored) -> memoryview:
-    try:
-        host = to_host(stored.leaf)
-    except MemoryError:
-        raise
-    except Exception as error:  # whatever a framework raises for arrays that have no values here
-        fault, _, better = str(error).partition("\n")[0].partition("; ")
-        raise _not_held(
+    def unreadable(fault: str, better: str) -> TapeError:
+        return _not_held(
             stored.where,
             f"an array whose values cannot be read: {fault}",
-            f"{better}."
-            if better
-            else "save the tape outside of jit and vmap: return it from the function, and save what comes back.",
-        ) from error
-    return host.data
+            better or "save the tape outside of jit and vmap: return it from the function, and save what comes back.",
+        )
+
+    return host_of(stored.leaf, unreadable).data
 
 
 def _region(region: Region, path: tuple[str, ...], arrays: list[_Stored], depth: int) -> Any:

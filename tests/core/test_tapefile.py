@@ -378,7 +378,7 @@ def test_memory_that_is_short_is_no_fault_of_an_array(tmp_path: Path, monkeypatc
     def short(array: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(_tapefile, "to_host", short)
+    monkeypatch.setattr("roundpipe_core._backend.to_host", short)
     with pytest.raises(MemoryError):
         saved(np.zeros(2)).save(tmp_path / "a.tape")
     assert list(tmp_path.iterdir()) == []
