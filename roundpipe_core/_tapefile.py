@@ -21,14 +21,14 @@ Arrays of dtypes that safetensors lacks are kept as bytes, U8, with an axis more
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import math
 import mmap
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from io import BytesIO, FileIO
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -39,6 +39,7 @@ from ._host import DTYPES, HostArray, itemsize_of
 from ._safetensors import HEADER_LIMIT, FaultError, Held, parsed_json, read_header, table
 from ._slots import Place, spoken
 from ._tape import Decision, Region, Tape, at_layer, described
+from ._threads import begun, each
 from ._trees import flatten, paths
 from ._values import COUNTS_LIMIT, NESTING_LIMIT, NotHeldError, Reader, encoded, plain
 
@@ -75,10 +76,6 @@ def _groups(arrays: Iterable[_Array]) -> Iterator[list[_Array]]:
             group, size = [], 0
     if group:
         yield group
-
-
-def _checksums(parts: Sequence[Any]) -> list[str]:
-    return [_crc32(data) for data in parts]
 
 
 def _crc32(data: Any) -> str:
@@ -142,19 +139,26 @@ def _write(tape: Tape, file: _File, written: Callable[[_File, int, int], None]) 
     sums = dict.fromkeys((stored.name for stored in arrays), _UNKNOWN)
     ordered = sorted(arrays, key=lambda stored: -stored.size)  # so that each begins at a multiple of its own size
     head = _head(root, arrays, ordered, sums)
-    with ThreadPoolExecutor(1) as pool:
-        begin = file.seek(len(head))
-        for group in _groups(ordered):
-            parts = [_bytes_of(stored) for stored in group]
-            checksums = pool.submit(_checksums, parts)  # while they are written
-            write_all(file, parts)
-            end = file.tell()
-            written(file, begin, end)
-            begin = end
-            sums.update(zip((stored.name for stored in group), checksums.result(), strict=True))
-        head = _head(root, arrays, ordered, sums)
-        file.seek(0)
-        write_all(file, [head])
+    begin = file.seek(len(head))
+    for group in _groups(ordered):
+        parts = {stored.name: _bytes_of(stored) for stored in group}
+        wait = begun(functools.partial(_sum_up, parts, sums))
+        try:
+            write_all(file, parts.values())
+        finally:
+            wait()
+        end = file.tell()
+        written(file, begin, end)
+        begin = end
+    head = _head(root, arrays, ordered, sums)
+    file.seek(0)
+    write_all(file, [head])
+
+
+def _sum_up(parts: dict[str, memoryview], sums: dict[str, str]) -> None:
+    """Take the checksums of `parts`, while they are written."""
+    for name, data in parts.items():
+        sums[name] = _crc32(data)
 
 
 def _head(root: Any, arrays: list[_Stored], ordered: list[_Stored], sums: dict[str, str]) -> bytes:
@@ -378,8 +382,7 @@ def _arrays(read: _Read, listed: list[_Listed], held: dict[str, Held]) -> list[A
         ]
 
     groups = list(_groups(sorted(listed, key=lambda entry: (held[entry.name].begin, held[entry.name].end))))
-    with ThreadPoolExecutor(_READING) as pool:
-        arrays = [array for group in pool.map(checked, groups) for array in group]
+    arrays = [array for group in each(checked, groups, _READING) for array in group]
     of = dict(zip((entry.name for group in groups for entry in group), arrays, strict=True))
     return [of[entry.name] for entry in listed]
 

@@ -17,6 +17,7 @@ import stat
 import struct
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 import zlib
@@ -1138,6 +1139,68 @@ def test_a_killed_writer_leaves_the_old_file(tmp_path: Path) -> None:
     assert left.name.startswith(".tape-")
     with pytest.raises(TapeError):
         Tape.load(left)
+
+
+def test_a_program_that_ends_saves_and_loads(tmp_path: Path) -> None:
+    lines = [
+        "import atexit",
+        "from roundpipe_core import Tape",
+        "tape, path = Tape.from_routing([[[3, 1], [0, 2]]], experts=4), 'a.tape'",
+        "atexit.register(lambda: print(Tape.load(path)))",
+        "atexit.register(lambda: tape.save(path))",
+    ]
+    command = [sys.executable, "-c", "\n".join(lines)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("<Tape of 2 regions, 2 decisions, 4 bytes>\n", "")
+
+
+@pytest.mark.parametrize("threads", [0, 1, 9])
+def test_a_tape_needs_no_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    monkeypatch.setattr(_tapefile, "_GROUP", 1)
+    start, left = threading.Thread.start, [None] * threads
+
+    def short_of_threads(thread: threading.Thread) -> None:
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", short_of_threads)
+    arrays = tuple(np.arange(n) for n in range(9))
+    assert alike(data_of(back(saved(*arrays), tmp_path)), arrays)
+
+
+def test_of_several_faults_the_first_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_tapefile, "_GROUP", 1)
+    path = tmp_path / "a.tape"
+    saved(*(np.full(1, n) for n in range(1, 30))).save(path)
+    whole = bytearray(path.read_bytes())
+    for n in 11, 3, 7:
+        whole[-8 * n] ^= 1
+    path.write_bytes(whole)
+    for _ in range(9):
+        with pytest.raises(TapeError, match=r"array \"18 .* is damaged"):
+            Tape.load(path)
+
+
+def test_who_interrupts_a_load_waits_for_its_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_tapefile, "_GROUP", 1)
+    path = tmp_path / "a.tape"
+    saved(*(np.full(1, n) for n in range(9))).save(path)
+    main, read = threading.current_thread(), _tapefile.read_into
+
+    def interrupted(*given: Any) -> int:
+        if threading.current_thread() is main:
+            raise KeyboardInterrupt
+        time.sleep(0.01)
+        return read(*given)
+
+    monkeypatch.setattr(_tapefile, "read_into", interrupted)
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        Tape.load(path)
+    assert threading.active_count() == before
 
 
 def test_many_saves_and_loads_leave_nothing_open(tmp_path: Path) -> None:
