@@ -115,6 +115,8 @@ def replacing(path: Path) -> Iterator[FileIO]:
     name = os.fsdecode(path)
     if not name:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+    if not os.path.basename(name):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
     target = os.path.realpath(name)
     before = _status(target)
     if before is not None:

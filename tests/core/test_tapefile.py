@@ -1017,6 +1017,8 @@ def test_what_is_no_file_is_told(tmp_path: Path) -> None:
             with pytest.raises(FileNotFoundError) as missing:
                 function(path)
             assert missing.value.filename == (path and str(path))
+    with pytest.raises(IsADirectoryError):
+        saved(1).save(f"{tmp_path}/new/")
     assert {path.name for path in tmp_path.iterdir()} == {"pipe", "loop", "file"}
 
 
