@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from roundpipe_core import OptionError, Tape, TapeError, layer_scope, recompute_once, record, replay, save_for_recompute
 from roundpipe_core._backend import numpys
 from roundpipe_core._phase import Run, open_slot, thread
+from roundpipe_core._slots import AutoLabel
 
 ROOT = Path(__file__).parents[2]
 
@@ -151,6 +152,44 @@ def test_layers_find_theirs_by_label() -> None:
             (got,) = layer(label, lambda: save_for_recompute(np.zeros((5, 2), "int64"), name="experts"))
             assert np.array_equal(got, given_TLK[:, n])
             assert got.dtype == np.int64
+
+
+def test_layers_that_do_not_route_have_nothing_where_those_that_do_are_named(tmp_path: Path) -> None:
+    """The dense ones that many models begin with."""
+    given_TLK = routing(layers=2)
+    path = tmp_path / "a.tape"
+    Tape.from_routing(given_TLK, experts=8, layers=["moe 1", "moe 2"], name="experts").save(path)
+
+    with replay(Tape.load(path)):
+        for label, n in [("dense", None), ("moe 1", 0), ("dense", None), ("moe 2", 1)]:
+            if n is None:
+                layer(label, lambda: None)
+                continue
+            (got,) = layer(label, lambda: save_for_recompute(np.zeros((5, 2), "int64"), name="experts"))
+            assert np.array_equal(got, given_TLK[:, n])
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+def test_a_label_that_no_layer_has_is_told(automatic: bool) -> None:
+    """The order would give a layer the routing of another, in a list of labels that was sorted as texts."""
+    names = ["layers.1", "layers.10", "layers.2"]
+    tape = Tape.from_routing(routing(), experts=8, layers=names, name="experts")
+    label = AutoLabel("Layer") if automatic else "model.layers.1"
+    way_out = r"layers=\.$"
+    with (
+        pytest.raises(TapeError, match=rf"nothing for layer '{label}', slot 'experts'\.(?s:.)*{way_out}"),
+        replay(tape),
+    ):
+        layer(label, lambda: save_for_recompute(np.zeros((5, 2), "int64"), name="experts"))
+    with pytest.raises(TapeError, match="3 left over"), replay(tape):
+        layer(label, lambda: None)
+
+
+def test_who_names_no_layers_is_told_to_where_some_do_not_route() -> None:
+    way_out = r"one forward for one; if some checkpointed layers do not route, from_routing has to be given layers=\.$"
+    with pytest.raises(TapeError, match=way_out), replay(Tape.from_routing(routing(layers=1), experts=8)):
+        layer("dense", lambda: None)
+        layer("moe", lambda: None)
 
 
 @pytest.mark.parametrize("name", [None, "experts"])
