@@ -148,9 +148,8 @@ def other_parameter(layer: str, what: str) -> CheckpointMismatchError:
         message(
             f"layer {layer!r}: the recompute used another parameter than the forward: {what}.",
             [],
-            "if parameters are swapped in for a call (torch.func.functional_call, an average of weights), do it inside "
-            "the checkpointed layer, or keep them swapped in until backward is done. A parameter that the layer makes "
-            "anew in each run may not be kept beyond the run.",
+            "let what the layer chooses its parameters by (an adapter's name) be until backward is done. A parameter "
+            "that the layer makes anew in each run may not be kept beyond the run.",
         )
     )
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextvars import copy_context
 from functools import partial
 from itertools import repeat
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -116,9 +117,10 @@ class _Region:
         self.buffers: Buffers | None = None
         self.outside: Outside | None = None
         self.roots: Sequence[Any] = ()  # while the forward runs
-        roots = reached(function, leaves)
-        if roots:
-            modules, self.modes, self.buffers = states_of(roots)
+        closures: list[FunctionType] = []
+        roots = reached(function, leaves, closures)
+        if roots or closures:
+            modules, self.modes, self.buffers = states_of(roots, closures)
             self.roots = [*modules, *roots]
         self.parcel = None if options.offload is None else Parcel(options.offload)
         self.crowded: bool
