@@ -154,6 +154,19 @@ def other_parameter(layer: str, what: str) -> CheckpointMismatchError:
     )
 
 
+def parameter_left_out(layer: str, what: str) -> CheckpointMismatchError:
+    """A parameter of the forward is none of the recompute."""
+    return CheckpointMismatchError(
+        message(
+            f"layer {layer!r}: the outputs of the recompute do not depend on a parameter that those of the forward "
+            f"depend on: {what}.",
+            [],
+            "let what the layer chooses its parameters by (the adapter in use, whether it is merged) be until backward "
+            "is done. If it shall choose otherwise in the recompute, let it ask doing_recompute().",
+        )
+    )
+
+
 def tensor_changed(layer: str, tensor: torch.Tensor) -> MutationError:
     """A saved tensor is not what it was when it was saved."""
     return MutationError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
 import weakref
 
@@ -211,8 +212,33 @@ def test_another_adapter_before_backward_is_an_error() -> None:
     net = Adapted()
     y = reentrant(net, leaf())
     net.active = "other"
-    with pytest.raises(CheckpointMismatchError, match=r"used another parameter than the forward: float32\[4, 4\]"):
+    with pytest.raises(CheckpointMismatchError, match=r"do not depend on a parameter .*: float32\[4, 4\]"):
         y.sum().backward()
+
+
+NOTHING = contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("part", [False, True], ids=["", "by one of its outputs"])
+def test_an_adapter_that_is_merged_before_backward_is_an_error(part) -> None:
+    """And one that is switched on says that the recompute has a parameter more."""
+
+    class Merged(Adapted):
+        def forward(self, x):
+            y = self.first(x)
+            return (y if self.active == "merged" else y + self.other(x)).exp(), x * 2
+
+    net, x = Merged(), leaf()
+    y, z = reentrant(net, x)
+    net.active = "merged"
+    with pytest.raises(CheckpointMismatchError, match="do not depend on a parameter that those of the forward depend"):
+        (z if part else y + z).sum().backward()
+    y, z = reentrant(net, x)
+    net.active = "first"
+    with (
+        pytest.raises(CheckpointMismatchError, match="used another parameter than the forward") if not part else NOTHING
+    ):
+        (z if part else y + z).sum().backward()
 
 
 def test_what_a_region_was_given_goes_with_its_backward() -> None:
