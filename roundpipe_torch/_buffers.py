@@ -17,7 +17,8 @@ A buffer is replaced for the time of the recompute, not written: others may have
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -332,10 +333,14 @@ def _as_before(module: torch.nn.Module, name: str, told: bool) -> bool:
     return not told or _repeating.of(module).get(name, False)
 
 
-def states_of(roots: Iterable[Any]) -> tuple[list[torch.nn.Module], Modes | None, Buffers | None]:
-    """The modules among `roots` and those inside of them, what is set of these, and their buffers."""
+def states_of(
+    roots: Iterable[Any], closures: Sequence[FunctionType]
+) -> tuple[list[torch.nn.Module], Modes | None, Buffers | None]:
+    """The modules among `roots` and those inside of them, what is set of these and in `closures`, and their buffers."""
     modules = with_children(root for root in roots if isinstance(root, torch.nn.Module))
-    return (modules, Modes(modules), Buffers.of(modules)) if modules else ([], None, None)
+    if not modules:
+        return [], Modes([], closures) if closures else None, None
+    return modules, Modes(modules, closures), Buffers.of(modules)
 
 
 def settle(modes: Modes, buffers: Buffers | None, told: bool, leaves_out: bool) -> None:

@@ -148,9 +148,21 @@ def other_parameter(layer: str, what: str) -> CheckpointMismatchError:
         message(
             f"layer {layer!r}: the recompute used another parameter than the forward: {what}.",
             [],
-            "if parameters are swapped in for a call (torch.func.functional_call, an average of weights), do it inside "
-            "the checkpointed layer, or keep them swapped in until backward is done. A parameter that the layer makes "
-            "anew in each run may not be kept beyond the run.",
+            "let what the layer chooses its parameters by (an adapter's name) be until backward is done. A parameter "
+            "that the layer makes anew in each run may not be kept beyond the run.",
+        )
+    )
+
+
+def parameter_left_out(layer: str, what: str) -> CheckpointMismatchError:
+    """A parameter of the forward is none of the recompute."""
+    return CheckpointMismatchError(
+        message(
+            f"layer {layer!r}: the outputs of the recompute do not depend on a parameter that those of the forward "
+            f"depend on: {what}.",
+            [],
+            "let what the layer chooses its parameters by (the adapter in use, whether it is merged) be until backward "
+            "is done. If it shall choose otherwise in the recompute, let it ask doing_recompute().",
         )
     )
 

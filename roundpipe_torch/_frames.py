@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import copy_context
 from functools import partial
+from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -159,9 +160,10 @@ class Frame:
                 self._inputs = Inputs(args, kwargs)
         values = (*args, *kwargs.values())
         self._generators = Generators(generators_of(function, values)) if options.preserve_rng_state else None
-        roots = reached(function, values)
-        if roots:
-            modules, self._modes, self._buffers = states_of(roots)
+        closures: list[FunctionType] = []
+        roots = reached(function, values, closures)
+        if roots or closures:
+            modules, self._modes, self._buffers = states_of(roots, closures)
             self._roots = [*modules, *roots]
         self._ambient = Ambient()
         self._context = copy_context()

@@ -1,4 +1,4 @@
-"""What a forward found of its modules besides buffers: modes, which weights are trained, attributes that are tensors.
+"""What a forward found of its modules besides buffers: modes, which weights are trained, attributes, bindings.
 
 Others set the modes of whole models: `eval()` for a validation, `requires_grad_(False)` for the other half of a GAN. A
 backward that is still due has nothing to do with it, for autograd has noted what it needs. Hooks and callers set
@@ -12,12 +12,15 @@ recompute does the same again, and so begins with what was there before. Else on
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch.jit import ScriptModule
+
+from ._bindings import Bindings
 
 __all__ = ["Modes", "with_children"]
 
@@ -44,10 +47,10 @@ def with_children(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
 class Modes:
     """What was set of modules when a forward began."""
 
-    __slots__ = ("_attributes", "_before", "_begun", "_modules", "_trained", "_training", "_weights")
+    __slots__ = ("_attributes", "_before", "_begun", "_bindings", "_modules", "_trained", "_training", "_weights")
 
-    def __init__(self, modules: list[torch.nn.Module]) -> None:
-        self._modules = modules
+    def __init__(self, modules: list[torch.nn.Module], closures: Sequence[FunctionType]) -> None:
+        self._modules, self._bindings = modules, Bindings(modules, closures)
         self._weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]
         self._training, self._trained = [*map(_training, modules)], [*map(_trained, self._weights)]
         self._begun = [(module, vars(module).copy()) for module in modules if _may_have_more(module)]
@@ -75,6 +78,7 @@ class Modes:
                 if wanted:
                     self._attributes.append((module, name, before))
         self._begun = []
+        self._bindings.settle()
 
     def restored(self) -> contextlib.AbstractContextManager[None] | None:
         """A context in which all is as it was then; None if it is so now."""
@@ -82,6 +86,7 @@ class Modes:
             [*map(_training, self._modules)] == self._training
             and [*map(_trained, self._weights)] == self._trained
             and not any(map(_has_changed, self._attributes))
+            and not self._bindings.changed()
         ):
             return None
         return self._swapped()
@@ -96,6 +101,7 @@ class Modes:
             *filter(_has_changed, self._attributes),
         ]
         try:
+            self._bindings.restore()
             for one, name, then in wanted:
                 now = _found(one, name)
                 if now is not then:
@@ -110,6 +116,7 @@ class Modes:
         while self._before:
             _set(*self._before[-1])
             self._before.pop()
+        self._bindings.put_back()
 
 
 _training: Callable[[torch.nn.Module], bool] = attrgetter("training")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextvars import copy_context
 from functools import partial
 from itertools import repeat
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from ._errors import (
     input_changed,
     no_second_derivative,
     other_parameter,
+    parameter_left_out,
     sharded_inside,
     started_inside,
     tensor_changed,
@@ -99,7 +101,8 @@ class _Region:
     """What both directions need, but for the tensors, which autograd keeps."""
 
     __slots__ = (
-        "__weakref__", "accumulates", "ambient", "buffers", "context", "crowded", "function", "generators", "hooked",
+        "__weakref__", "accumulates", "ambient", "buffers", "closed", "context", "crowded", "expected", "function",
+        "generators", "hooked",
         "idle", "known", "leaves", "located", "modes", "outermost", "output_leaves", "output_spec", "outside", "parcel",
         "roots", "slot", "spec", "trace", "weights", "wrote",
     )  # fmt: skip
@@ -116,9 +119,10 @@ class _Region:
         self.buffers: Buffers | None = None
         self.outside: Outside | None = None
         self.roots: Sequence[Any] = ()  # while the forward runs
-        roots = reached(function, leaves)
-        if roots:
-            modules, self.modes, self.buffers = states_of(roots)
+        closures: list[FunctionType] = []
+        roots = reached(function, leaves, closures)
+        if roots or closures:
+            modules, self.modes, self.buffers = states_of(roots, closures)
             self.roots = [*modules, *roots]
         self.parcel = None if options.offload is None else Parcel(options.offload)
         self.crowded: bool
@@ -126,9 +130,11 @@ class _Region:
         self.located = is_told(thread.run)
         self.outermost: bool  # of the regions of this engine
         self.accumulates: bool  # at once, in the backward inside
+        self.expected: Sequence[weakref.ref[torch.Tensor]] = ()  # of the recompute
         self.wrote: bool  # into its arguments
         self.idle: list[bool] = []  # which arguments no gradient comes to; empty if that is not known
         self.known: list[weakref.ref[torch.Tensor]] = []  # leaves behind the outputs of the forward
+        self.closed: list[weakref.ref[torch.Tensor]] = []  # those among them that are no arguments
         self.weights: list[tuple[weakref.ref[torch.Tensor], int]] = []  # leaves that the closure gave, with versions
         self.trace = Trace(False, self.located)
         self.output_spec: Spec
@@ -199,7 +205,9 @@ class _Region:
         if not is_sharded(modules_of(self.function, self.leaves)):
             behind = leaves_behind(outputs, reached, begun, _accumulates)
         self.accumulates = behind is None
+        own = {id(tensor) for tensor in tensors}
         self.known = [weakref.ref(leaf) for leaf in behind or ()]
+        self.closed = [weakref.ref(leaf) for leaf in behind or () if id(leaf) not in own]
         with torch.no_grad():
             given = [(output.detach(), output.requires_grad) for output in outputs]
         if behind is not None and self.trace.told_at < 0:  # else the recompute may need more
@@ -211,7 +219,6 @@ class _Region:
         if behind is not None and not in_backward and any(map(is_hooked, behind)):  # which would be called with None
             always = _behind_each(outputs, reached, begun)
             behind = [leaf for leaf in behind if id(leaf) in always or not is_hooked(leaf)]
-        own = {id(tensor) for tensor in tensors}
         taken = [weakref.ref(leaf) for leaf in behind or () if id(leaf) not in own]
         del outputs, behind
         leaves.clear()  # and with them go the leaves that were made inside
@@ -287,6 +294,7 @@ class _Region:
                 run.begin()
                 with Resting(self.hooked, self.function, (*tensors, *self.leaves), {}):
                     leaves = self.context.copy().run(self._run, run, *self._rebuilt(tensors))
+                self.expected = self._expected() if self.closed and self.trace.told_at < 0 else ()
             relaid = other_layout(self.trace, trace)
             if relaid is not None and run.drew():
                 raise drawn_in_another_layout(self.slot.label, relaid)
@@ -295,6 +303,19 @@ class _Region:
             if generators:
                 generators.set(numbers)
         return leaves, crowded
+
+    def refuse_others(self, behind: Iterable[torch.Tensor] | None) -> None:
+        """The recompute has to depend on the leaves that the forward did, if both run the same."""
+        if not self.expected or behind is None:
+            return
+        found = {id(leaf) for leaf in behind}
+        missing = next((leaf for ref in self.expected if (leaf := ref()) is not None and id(leaf) not in found), None)
+        if missing is not None:
+            raise parameter_left_out(self.slot.label, described(missing))
+
+    def _expected(self) -> list[weakref.ref[torch.Tensor]]:
+        """The leaves that the closure gave, as far as they are trained: the recompute has them too."""
+        return [ref for ref in self.closed if (leaf := ref()) is not None and leaf.requires_grad]
 
     def forget(self) -> None:
         """Let go of what only a backward needs: the outputs hold this as long as they are there."""
@@ -381,6 +402,9 @@ class _Reentrant(torch.autograd.Function):
         with_grad = [
             (out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None and out.requires_grad
         ]
+        if region.expected and len(with_grad) < sum(out.requires_grad for out in outputs):  # else see _differentiated
+            region.refuse_others(leaves_behind(outputs, {}, begun, _accumulates))
+            region.expected = ()
         del outputs
         nodes = [node for node, _ in ctx.next_functions[1:]]
         found: list[torch.Tensor | None] = [None] * len(nodes)
@@ -434,6 +458,7 @@ def _differentiated(
             raise accumulates_only(region.slot.label)
         torch.autograd.backward(roots, grads)
         return [tensor.grad for tensor in tensors] + [None] * (len(nodes) - len(tensors))
+    region.refuse_others(leaves)
     places = {id(node.variable): n for n, node in enumerate(nodes) if node is not None and hasattr(node, "variable")}
     places |= {id(tensor): n for n, tensor in enumerate(tensors)}
     found: list[torch.Tensor | None] = [None] * len(nodes)

@@ -260,12 +260,18 @@ def modules_of(function: Any, leaves: Collection[Any]) -> Iterator[torch.nn.Modu
     return _reached(function, leaves, torch.nn.Module)
 
 
-def reached(function: Any, leaves: Collection[Any]) -> Sequence[Any]:
-    """The modules that a call can reach in this way, and the tensors that are not its arguments."""
+def reached(function: Any, leaves: Collection[Any], closures: list[types.FunctionType]) -> Sequence[Any]:
+    """The modules that a call can reach in this way, and the tensors that are not its arguments.
+
+    Args:
+        function: what is called.
+        leaves: of its arguments.
+        closures: gets the functions among what is reached that have variables of others.
+    """
     if _PLAIN.issuperset(map(type, leaves)) and _reaches_nothing(function):
         return ()
     others = [leaf for leaf in leaves if type(leaf) not in _TENSORS]
-    return [*_reached(function, others, (torch.nn.Module, torch.Tensor))]
+    return [*_reached(function, others, (torch.nn.Module, torch.Tensor), closures)]
 
 
 def tensors_of(function: Any, leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -279,8 +285,13 @@ def tensors_of(function: Any, leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from (value for value in values if isinstance(value, torch.Tensor))
 
 
-def _reached(function: Any, leaves: Iterable[Any], kinds: type | tuple[type, ...]) -> Iterator[Any]:
-    """What is of one of these kinds."""
+def _reached(
+    function: Any,
+    leaves: Iterable[Any],
+    kinds: type | tuple[type, ...],
+    closures: list[types.FunctionType] | None = None,
+) -> Iterator[Any]:
+    """What is of one of these kinds. `closures`: see `reached`."""
     waiting, seen = [function, *leaves], set()
     while waiting:
         found = waiting.pop()
@@ -296,6 +307,8 @@ def _reached(function: Any, leaves: Iterable[Any], kinds: type | tuple[type, ...
                 waiting += found.__defaults__
             if found.__kwdefaults__:
                 waiting += found.__kwdefaults__.values()
+            if found.__closure__ and closures is not None:
+                closures.append(found)
             for cell in found.__closure__ or ():
                 with contextlib.suppress(ValueError):  # a cell that is not filled yet
                     waiting.append(cell.cell_contents)

@@ -152,9 +152,7 @@ def parts_around(hooks: Any, region: Collection[CodeType]) -> Iterator[Part]:
 
 def _part_at(frame: FrameType) -> Part | None:
     """The part that torch's code in `frame` runs, for the first time or again."""
-    if frame.f_code.co_filename != checkpoint.__file__:
-        return None
-    if frame.f_code.co_name == "unpack_hook":
+    if frame.f_code.co_name == "unpack_hook" and frame.f_code.co_filename == checkpoint.__file__:
         return Part(frame.f_locals["frame"], frame.f_locals["gid"])
     begun = _begun(frame)
     part = begun and begun.gi_frame and begun.gi_frame.f_locals.get("new_frame")
@@ -182,8 +180,23 @@ def _caller() -> FrameType | None:
 def _begun(frame: FrameType) -> Any:
     """The generator that runs before and after a part, where `frame` is that of the function which calls both."""
     code = frame.f_code
+    if code is _MODULE_IS_CALLED:
+        return _begun_by_hooks(frame.f_locals["self"]) if _COMPOSABLE in sys.modules else None
     is_call = code.co_name == "checkpoint" and code.co_filename == checkpoint.__file__
     return frame.f_locals.get("gen") if is_call else None
+
+
+_MODULE_IS_CALLED = torch.nn.Module._call_impl.__code__
+_COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
+
+
+def _begun_by_hooks(module: torch.nn.Module) -> Any:
+    """The same of a module that begins and ends a part by hooks of its own, while it is in its forward."""
+    composable: Any = sys.modules[_COMPOSABLE]
+    if sys.modules["torch.distributed._composable.contract"].STATE_KEY not in vars(module):
+        return None
+    state = composable.checkpoint.state(module)
+    return state._ac_generator if state is not None and state.enable_hook else None
 
 
 def in_forward_of_others(region: Collection[CodeType]) -> bool:

@@ -21,7 +21,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import batch_norm, dropout, one_hot, scaled_dot_product_attention
 
 from roundpipe_torch import (
-    CheckpointMismatchError,
     MutationError,
     checkpoint,
     doing_recompute,
@@ -714,8 +713,8 @@ def test_weights_may_be_stepped_as_soon_as_their_gradient_is_there(way):
     agree(scenario, way)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_parameters_swapped_for_a_call_are_those_of_the_recompute_or_refused(way):
+@pytest.mark.parametrize("way", ENGINES)
+def test_parameters_swapped_for_a_call_are_those_of_the_recompute(way):
     class Around(torch.nn.Module):
         def __init__(self, way):
             super().__init__()
@@ -729,11 +728,13 @@ def test_parameters_swapped_for_a_call_are_those_of_the_recompute_or_refused(way
         way(lambda x: torch.func.functional_call(inner, {"weight": w}, (x,)).sin(), x).sum().backward()
         return x.grad, w.grad, inner.weight.grad
 
+    def around(way):
+        x, w, net = leaf(T, D), leaf(D, D, seed=1), Around(way)
+        torch.func.functional_call(net, {"inner.weight": w}, (x,)).sum().backward()
+        return x.grad, w.grad, net.inner.weight.grad
+
     agree(inside, way)
-    x, w = leaf(T, D), leaf(D, D, seed=1)
-    y = torch.func.functional_call(Around(way), {"inner.weight": w}, (x,))
-    with pytest.raises(CheckpointMismatchError, match="another parameter"):
-        y.sum().backward()
+    agree(around, way)
 
 
 # Evaluation between forward and backward (Megatron-LM PR 7030, trl PR 4636, pytorch PR 174327 and 161164)

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from torch.autograd.graph import save_on_cpu
 from torch.distributed._composable import checkpoint as composable
 from torch.utils.checkpoint import (
     CheckpointError,
@@ -633,14 +634,20 @@ def test_a_forward_that_differentiates_inside_torchs_checkpoint(inner) -> None:
     assert torch.equal(grad, run(lambda function, x: function(x), lambda function, x: function(x))[1])
 
 
-def test_torchs_checkpoint_of_a_module_by_hooks() -> None:
+@pytest.mark.parametrize("decides", ["in a region", "itself"])
+@pytest.mark.parametrize("hooks", [contextlib.nullcontext, save_on_cpu], ids=["", "hooks of others"])
+def test_torchs_checkpoint_of_a_module_by_hooks(hooks, decides) -> None:
+    """No function of torch's is around its forward; under hooks of others nothing but the module itself knows of it."""
+
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.counted = Counted()
 
         def forward(self, x):
-            return part_with_a_region(self.counted, x)
+            with hooks():
+                inner = part_with_a_region(self.counted, x) if decides == "in a region" else self.counted(x)
+            return inner.sin()
 
     plain, wrapped = Layer(), composable(Layer())
     x, y = leaf(), leaf()

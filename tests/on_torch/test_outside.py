@@ -5,16 +5,19 @@ Autograd has what the forward saved. A recompute reads what there is now: notice
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from roundpipe_torch import (
     MutationError,
     VerifyError,
+    checkpoint,
     doing_recompute,
     recompute_once,
     remat,
@@ -202,3 +205,142 @@ def test_verify_shows_what_else_a_layer_takes_from_outside(replaces) -> None:
     net.mask = net.mask + 1 if replaces else net.mask.add_(1)
     with pytest.raises(VerifyError, match="output: 5 of 5 rows flipped"):
         y.sum().backward()
+
+
+class Routed(nn.Module):
+    """Two linear layers, of which autograd saves one's weight and no bias, and a decision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(D, D), nn.Linear(D, D)
+        for n, weight in enumerate(self.parameters()):
+            nn.init.normal_(weight, generator=torch.Generator().manual_seed(n))
+
+    def forward(self, x):
+        (best,) = save_for_recompute(x.detach().argsort(-1)[:, :2])
+        return self.up(self.down(x).tanh()).sin().gather(-1, best)
+
+
+def doubled(module, args, output):
+    return output * 2
+
+
+def tripled(module, args, kwargs):
+    return (args[0] * 3, *args[1:]), kwargs
+
+
+def another(net, part, name, trained=True):
+    setattr(getattr(net, part), name, nn.Parameter(getattr(getattr(net, part), name) * 2, requires_grad=trained))
+
+
+def loaded(net):
+    state = {name: value.detach() * 2 for name, value in net.state_dict().items()}
+    return lambda: net.load_state_dict(state, assign=True)
+
+
+REBINDING: dict[str, Any] = {
+    "a state loaded": loaded,
+    "a weight": lambda net: lambda: another(net, "down", "weight"),
+    "a bias": lambda net: lambda: another(net, "down", "bias"),
+    "a frozen weight": lambda net: lambda: another(net, "down", "weight", trained=False),
+    "a frozen bias": lambda net: lambda: another(net, "down", "bias", trained=False),
+    "no bias": lambda net: lambda: setattr(net.up, "bias", None),
+    "pruned": lambda net: lambda: prune.l1_unstructured(net.down, "weight", 0.5),
+    "a norm": lambda net: lambda: torch.nn.utils.parametrizations.weight_norm(net.down),
+    "a part": lambda net: lambda: setattr(net, "up", nn.Linear(D, D, dtype=torch.float64)),
+    "no part": lambda net: lambda: setattr(net, "up", nn.Identity()),
+    "another device": lambda net: lambda: net.to("meta"),
+    "a new hook": lambda net: lambda: net.down.register_forward_hook(doubled),
+    "a new hook before": lambda net: lambda: net.register_forward_pre_hook(tripled, with_kwargs=True),
+    "a hook taken off": lambda net: net.down.register_forward_hook(doubled).remove,
+    "a hook before taken off": lambda net: net.down.register_forward_pre_hook(tripled, with_kwargs=True).remove,
+}
+
+
+@pytest.mark.parametrize("way", ENGINES)
+@pytest.mark.parametrize("name", list(REBINDING))
+def test_what_the_names_of_a_module_stood_for_in_its_forward(name, way) -> None:
+    """A recompute has that, and the module what others have given it since."""
+
+    def scenario(way):
+        net, x = Routed(), leaf(T, D)
+        change, before = REBINDING[name](net), [*net.parameters()]
+        y = way(net, x)
+        change()
+        after = everything(net)
+        y.square().sum().backward()
+        assert everything(net) == after
+        return y, x.grad, [weight.grad for weight in before]
+
+    def everything(net):
+        owners = [*net.modules()]
+        kinds = ("_parameters", "_modules", "_forward_hooks", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+        registries = [getattr(module, kind) for module in owners for kind in kinds]
+        return [[(name, id(one)) for name, one in names.items()] for names in (*registries, *map(vars, owners))]
+
+    agree(scenario, way)
+
+
+def looped(way, layers, x):
+    for n in range(3):
+        x = way(lambda x: layers[n](x).sin(), x)  # noqa: B023
+    return x
+
+
+def looped_over(way, layers, x):
+    for layer in layers:
+        x = way(lambda x: layer(x).sin() * save_for_recompute(2)[0], x)  # noqa: B023
+    return x
+
+
+def numbered(way, layers, x):
+    for n in range(1, 4):
+        inner = lambda x: (x * n).sin()  # noqa: E731, B023
+        x = way(functools.partial(lambda x: inner(x).exp()), x)  # noqa: B023
+    return x
+
+
+def chained(way, layers, x):
+    for n in range(3):
+        x = way(lambda weight: (x @ weight).sin(), layers[n].weight)  # noqa: B023
+    return x
+
+
+@pytest.mark.parametrize("way", ENGINES)
+@pytest.mark.parametrize("net", [looped, looped_over, numbered, chained])
+def test_the_variables_of_a_loop_are_those_of_each_round(net, way) -> None:
+    """Python binds them late: when the recompute runs, they are those of the last one."""
+
+    def scenario(way):
+        layers, x = nn.ModuleList([nn.Linear(D, D) for _ in range(3)]), leaf(T, D)
+        for n, weight in enumerate(layers.parameters()):
+            nn.init.normal_(weight, generator=torch.Generator().manual_seed(n))
+        net(way, layers, x).sum().backward()
+        return x.grad, [weight.grad for weight in layers.parameters()]
+
+    agree(scenario, way)
+
+
+def test_a_variable_that_the_layer_binds_itself_is_left_alone() -> None:
+    runs, last = 0, None
+
+    def layer(x):
+        def count():
+            nonlocal runs
+            runs += 1
+
+        count()
+        return x.sin()
+
+    def noting(x):
+        nonlocal last
+        if doing_recompute():
+            last = x.detach()
+        return x.sin()
+
+    x = leaf(T)
+    for _ in range(3):
+        x = checkpoint(noting, checkpoint(layer, x))
+    x.sum().backward()
+    assert runs == 6
+    assert torch.equal(last, leaf(T).sin())

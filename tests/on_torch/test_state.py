@@ -113,14 +113,14 @@ def test_two_threads_that_draw_are_told_rather_than_given_other_masks(met, befor
 
     def told() -> list[str]:
         came, inside, errors = threading.Condition(), set(), []
-        number = 1  # of threads that meet
+        number = [1]  # of threads that meet
 
         def layer(x):
             before(x)
             with came:
                 inside.add(threading.get_ident())
                 came.notify_all()
-                assert came.wait_for(lambda: len(inside) >= number, 10)
+                assert came.wait_for(lambda: len(inside) >= number[0], 10)
             return F.dropout(x, 0.5).exp()
 
         def backward(y):
@@ -132,8 +132,7 @@ def test_two_threads_that_draw_are_told_rather_than_given_other_masks(met, befor
 
         def twice(work, together):
             """Alone, or so that the first is inside, behind its inner region, when the second comes."""
-            nonlocal number
-            number = 1 + together
+            number[0] = 1 + together
             inside.clear()
             threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
             for thread in threads:

@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from roundpipe_torch import (
-    MismatchError,
     checkpoint,
     doing_recompute,
     remat,
@@ -225,8 +224,7 @@ def test_functional_call_inside_and_around():
     around = functools.partial(torch.func.functional_call, parameter_and_buffer_dicts=swapped, args=(x,))
     want = run(plain, around)
     same(run(plain, lambda module: checkpoint(around, module)), want)
-    with pytest.raises(MismatchError, match="the recompute used another parameter than the forward"):
-        run(net, around)
+    same(run(net, around), want)
 
 
 def test_averages_of_weights():
