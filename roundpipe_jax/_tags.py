@@ -56,6 +56,11 @@ def names_in(jaxpr: Jaxpr) -> set[str]:
     return found
 
 
+def _is_tag(eqn: JaxprEqn) -> bool:
+    """Whether an operation marks what was saved. The name may be gone where JAX has taken a program apart."""
+    return name_of(eqn) == SAVED or is_pin(eqn)
+
+
 def calls_custom_vjp(jaxpr: Jaxpr) -> bool:
     """Whether a program calls a function with a `custom_vjp` rule, at any depth."""
     return has_any(jaxpr, is_custom_vjp)
@@ -70,7 +75,7 @@ def lead_through_tags(
     is differentiated already, and about to be divided into forward and recompute.
     """
     closed = ClosedJaxpr(_without_sinks(closed.jaxpr), closed.consts)
-    if SAVED not in names_in(closed.jaxpr):
+    if not has_any(closed.jaxpr, _is_tag):
         return closed
     rewriter = _Rewriter(layer, decided, divided)
     jaxpr, _ = rewriter.program(closed.jaxpr, outermost=True)
@@ -138,7 +143,7 @@ class _Rewriter:
         eqns: list[JaxprEqn] = []
         wanted: set[Var] = set()
         for eqn in jaxpr.eqns:
-            if not any(SAVED in names_in(inner) for inner in subprograms(eqn)):
+            if not any(has_any(inner, _is_tag) for inner in subprograms(eqn)):
                 eqns.append(eqn)
                 continue
             if eqn.primitive.name in _NO_RULE:  # differentiation replaces it by its rule, whose saves count then
@@ -166,7 +171,7 @@ class _Rewriter:
     def _roots(self, eqns: Sequence[JaxprEqn], made_by: Mapping[Any, JaxprEqn]) -> dict[Var, list[JaxprEqn]]:
         roots: dict[Var, list[JaxprEqn]] = {}
         for eqn in eqns:
-            if name_of(eqn) != SAVED or isinstance(eqn.invars[0], Literal):
+            if not _is_tag(eqn) or isinstance(eqn.invars[0], Literal):
                 continue
             chain, var = [eqn], eqn.invars[0]
             while (before := made_by.get(var)) is not None and self._passes_through(before):
