@@ -15,9 +15,9 @@ from jax._src.interpreters.partial_eval import EffectHandle  # has no public nam
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var, primitives
 from jax.interpreters import ad, batching, mlir, partial_eval
 
+from ._effects import Stays
 from ._jax import replaced
 from ._programs import has_any, subprograms, with_subprograms
-from ._sinks import Stays
 
 __all__ = ["is_pin", "pinned"]
 

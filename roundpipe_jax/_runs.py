@@ -42,7 +42,6 @@ from ._keep import keep
 from ._names import SAVED, UPDATE
 from ._pins import pinned
 from ._remade import Doubt, in_place_of
-from ._sinks import sink
 
 __all__ = [
     "JaxRun",
@@ -317,8 +316,6 @@ class JaxRun(Run):
         if self.tags or self.names:
             for n in tracers:
                 leaves[n] = named(pinned(leaves[n]), SAVED)
-                if self.tags and trace_state() != self.home:
-                    sink(leaves[n])
         if self.marks is not None:
             for n in tracers:
                 leaves[n] = self.marks.mark(leaves[n])

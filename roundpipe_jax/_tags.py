@@ -24,7 +24,6 @@ from ._names import SAVED
 from ._pins import is_pin, pinned
 from ._places import of_operation
 from ._programs import has_any, subprograms, with_subprograms
-from ._sinks import is_sink, without_sinks
 
 __all__ = ["calls_custom_vjp", "lead_through_tags", "name_of", "names_in"]
 
@@ -74,25 +73,12 @@ def lead_through_tags(
     Or reads the array in `decided`, under the name that leads to the tag, if the value was made before. `divided`: it
     is differentiated already, and about to be divided into forward and recompute.
     """
-    closed = ClosedJaxpr(_without_sinks(closed.jaxpr), closed.consts)
     if not has_any(closed.jaxpr, _is_tag):
         return closed
     rewriter = _Rewriter(layer, decided, divided)
     jaxpr, _ = rewriter.program(closed.jaxpr, outermost=True)
     constvars = [*jaxpr.constvars, *rewriter.constants]
     return ClosedJaxpr(replaced(jaxpr, constvars=constvars), [*closed.consts, *rewriter.constants.values()])
-
-
-def _without_sinks(jaxpr: Jaxpr) -> Jaxpr:
-    effects = without_sinks(jaxpr.effects)
-    if effects == jaxpr.effects:
-        return jaxpr
-    eqns = [
-        replaced(eqn, params=with_subprograms(eqn, _without_sinks), effects=without_sinks(eqn.effects))
-        for eqn in jaxpr.eqns
-        if not is_sink(eqn)
-    ]
-    return replaced(jaxpr, eqns=eqns, effects=effects)
 
 
 class _Rewriter:
@@ -108,6 +94,9 @@ class _Rewriter:
         for var in wanted | {self._behind_barriers(var, made_by) for var in roots}:
             if not roots.get(var):
                 roots[var] = _fresh_tag(var)
+        for var, chain in roots.items():
+            if all(name_of(eqn) != SAVED for eqn in chain):  # JAX has left the name out
+                chain.append(_fresh_tag(var)[-1])
         if not roots:
             return replaced(jaxpr, eqns=eqns), set()
         new: dict[Var, Any] = {}
