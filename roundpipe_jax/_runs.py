@@ -225,19 +225,8 @@ class JaxRun(Run):
 
     def _read(self, key: Key, place: Place, data: Any = NOTHING) -> Any:
         saved = super()._read(key, place, data)
-        doubt = functools.partial(self._doubtful, key, place) if self.aware else None
+        doubt = functools.partial(_doubtful, self.slot.label, key, place) if self.aware else None
         return _in_place_of(saved if data is NOTHING else data, saved, doubt)
-
-    def _doubtful(self, key: Key, place: Place) -> MismatchError:
-        return MismatchError(
-            message(
-                f"layer {self.slot.label!r}, {spoken(key)}: the recompute uses the value that it gives to "
-                "save_for_recompute, and not what it gets for it. It asked for its phase, so that this may be another "
-                "value than the forward saved.",
-                [("saved at", where(place))],
-                "go on with what save_for_recompute returns, everywhere: (idx,) = save_for_recompute(idx).",
-            )
-        )
 
     def told(self) -> None:
         self.aware = True
@@ -358,6 +347,18 @@ def _in_place_of(made: Any, saved: T, doubt: Doubt) -> T:
     spec = flatten(saved, now, expand)
     handed_back: T = unflatten(spec, iter(in_place_of(before, now, doubt)))
     return handed_back if any(map(is_tracer, now)) else saved
+
+
+def _doubtful(layer: str, key: Key, place: Place) -> MismatchError:
+    return MismatchError(
+        message(
+            f"layer {layer!r}, {spoken(key)}: the recompute uses the value that it gives to save_for_recompute, and "
+            "not what it gets for it. It asked for its phase, so that this may be another value than the "
+            "forward saved.",
+            [("saved at", where(place))],
+            "go on with what save_for_recompute returns, everywhere: (idx,) = save_for_recompute(idx).",
+        )
+    )
 
 
 def execute(run: JaxRun, call: Callable[[], T]) -> T:
