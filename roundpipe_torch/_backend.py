@@ -96,7 +96,10 @@ class TorchBackend:
         return without_gradient(function)
 
     def described(self, array: torch.Tensor) -> tuple[str, tuple[int, ...]]:
-        return str(array.dtype).removeprefix("torch."), tuple(array.shape)
+        dtype = str(array.dtype).removeprefix("torch.")
+        if array.is_nested and array.layout is torch.strided:  # which has no shape
+            return dtype, (array.size(0), *[None] * (array.dim() - 1))  # type: ignore[arg-type]
+        return dtype, tuple(array.shape)
 
     def extremes(self, array: torch.Tensor) -> tuple[int, ...] | None:
         if array.is_meta or type(array) is FakeTensor:
@@ -153,6 +156,8 @@ def _no_bytes(array: torch.Tensor) -> str | None:
         return "a tensor without values (meta, fake, or traced)"
     if torch._C._functorch.is_functorch_wrapped_tensor(array):
         return "a tensor inside of a torch.func transform"
+    if array.is_nested:
+        return "a nested tensor; take it apart, tensor.unbind()"
     if array.layout is not torch.strided or array.is_quantized:
         return f"a tensor of layout {array.layout}; save its indices and values"
     if type(array).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
