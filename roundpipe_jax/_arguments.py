@@ -10,6 +10,8 @@ import jax
 
 from roundpipe_core._errors import OptionError, message
 
+from ._places import called
+
 __all__ = ["AsIs", "barriers", "names", "numbers", "with_static", "without_static"]
 
 
@@ -27,7 +29,7 @@ def numbers(given: int | Sequence[int]) -> tuple[int, ...]:
     found = (given,) if isinstance(given, int) else tuple(given)
     if not all(type(number) is int for number in found):
         raise OptionError(
-            message(f"remat: static_argnums={given!r}.", [], "give positions: an int, or a tuple of ints.")
+            message(f"remat: static_argnums={given!r}.", called(), "give positions: an int, or a tuple of ints.")
         )
     return found
 
@@ -51,7 +53,7 @@ def with_static(
         raise OptionError(
             message(
                 f"layer {layer!r}: static_argnums={argnums} names an argument that this call does not have.",
-                [("positional arguments", str(len(args)))],
+                [*called(), ("positional arguments", str(len(args)))],
                 "count from 0, or use static_argnames for arguments passed by name.",
             )
         )
@@ -90,7 +92,7 @@ def barriers(
         return given
     if not isinstance(given, (tuple, list)):
         raise OptionError(
-            message(f"remat: prevent_cse={given!r}.", [], "give True, False, None, or one of them per argument.")
+            message(f"remat: prevent_cse={given!r}.", called(), "give True, False, None, or one of them per argument.")
         )
     prefix = (tuple(given), kwargs and True) if kwargs else (tuple(given), {})
     flags = jax.tree.leaves(jax.tree.broadcast(prefix, (args, kwargs)))

@@ -48,7 +48,7 @@ from ._jax import (
 from ._keep import refuse_on_tape
 from ._offload import Offload, Offloading, check_memory, slot_flags
 from ._packing import Held, Split, Template, alike, in_jax, split
-from ._places import of_error, of_io
+from ._places import called, of_error, of_io
 from ._policies import check_matches, with_tags
 from ._refusals import Refusals
 from ._regions import Away, CheckpointLane, ResidualLane
@@ -322,7 +322,7 @@ class Call:
             raise OptionError(
                 message(
                     f"layer {label_of(self.label)!r}: offload moves inputs {plan.inputs}, and the call has fewer.",
-                    [("positional arguments", str(len(args)))],
+                    [*called(), ("positional arguments", str(len(args)))],
                     "count from 0, or say inputs=True.",
                 )
             )

@@ -26,6 +26,7 @@ from roundpipe_core._slots import Place, Slot, facts_of, label_of, where
 from ._jax import is_float, is_running, is_tracer, named, replaced, zeros
 from ._names import KEPT, SAVED
 from ._packing import Held, Split, in_jax, split
+from ._pins import is_pin
 from ._programs import subprograms
 from ._ruled import Ruling, each_its_own, ruled
 from ._staging import Program, stage
@@ -290,7 +291,7 @@ def _with_decisions(closed: ClosedJaxpr) -> tuple[Program, Program | None, tuple
     whole = Program(ClosedJaxpr(forward, []), None)
     if any(SAVED in names_in(inner) for eqn in bare.eqns for inner in subprograms(eqn)):
         return whole, None, places
-    eqns = [eqn for eqn in bare.eqns if name_of(eqn) != SAVED]
+    eqns = [eqn for eqn in bare.eqns if name_of(eqn) != SAVED and not is_pin(eqn)]
     again = replaced(forward, eqns=eqns, invars=[*bare.invars, *given])
     return whole, Program(ClosedJaxpr(again, []), None).pruned(), places
 

@@ -15,6 +15,7 @@ from ._explain import repeated
 from ._jax import jax_checkpoint
 from ._offload import Offload
 from ._packing import Held, split
+from ._places import called
 from ._policies import save_policy
 from ._remat import Mode, Verify, remat
 from ._stacks import stack_of
@@ -146,7 +147,7 @@ def _layers_in(stacked_params: Any, name: str) -> int:
     raise OptionError(
         message(
             f"layer {name!r}: remat_layers needs parameters stacked along their first axis, one entry a layer.",
-            [(path or "the parameters", f"shape {shape}") for path, shape in list(shapes.items())[:8]],
+            [*called(), *[(path or "the parameters", f"shape {shape}") for path, shape in list(shapes.items())[:8]]],
             "stack them: jax.tree.map(lambda *leaves: jnp.stack(leaves), *params_of_each_layer).",
         )
     )
@@ -159,7 +160,7 @@ def _check_groups(nested: int | None, count: int, name: str) -> None:
     raise OptionError(
         message(
             f"layer {name!r}: {count} layers do not divide into nested={nested} groups.",
-            [],
+            called(),
             f"choose one of {', '.join(map(str, fitting))}.",
         )
     )

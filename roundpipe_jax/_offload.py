@@ -21,6 +21,7 @@ from ._backend import aval_bytes
 from ._jax import memory_kinds, move_to_device, move_to_host
 from ._names import KEPT, SAVED
 from ._packing import Sort
+from ._places import called
 
 __all__ = ["Offload", "Offloading", "back", "check_memory", "offload_option", "sent", "slot_flags"]
 
@@ -70,7 +71,7 @@ def offload_option(given: Any, function: str) -> Offload | None:
     raise OptionError(
         message(
             f'{function}: offload must be "cpu", an Offload or None, not {given!r}.',
-            [],
+            called(),
             'pass offload="cpu", or Offload(kept=True, ...) to say what goes to the host.',
         )
     )
@@ -94,7 +95,11 @@ def check_memory(layer: str) -> None:
         raise OptionError(
             message(
                 f"layer {layer!r}: this backend has no host memory to offload to.",
-                [("platform", jax.default_backend()), ("kinds of memory", ", ".join(sorted(kinds)) or "none")],
+                [
+                    *called(),
+                    ("platform", jax.default_backend()),
+                    ("kinds of memory", ", ".join(sorted(kinds)) or "none"),
+                ],
                 "leave offload out here.",
             )
         )

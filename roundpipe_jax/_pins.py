@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jax._src.interpreters.partial_eval import EffectHandle  # has no public name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var, primitives
 from jax.interpreters import ad, batching, mlir, partial_eval
 
+from ._effects import Stays
 from ._jax import replaced
 from ._programs import has_any, subprograms, with_subprograms
-from ._sinks import Stays
 
 __all__ = ["is_pin", "pinned"]
 
@@ -46,6 +47,24 @@ ad.primitive_jvps[_pin] = lambda values, dots: (pinned(*values), *dots)
 batching.primitive_batchers[_pin] = lambda values, axes: (pinned(*values), *axes)
 _rules: Any = partial_eval.partial_eval_jaxpr_custom_rules
 _rules[_pin] = _divided
+
+
+def _stays(used: Sequence[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn]:
+    """Leave the operation in a program that JAX takes apart, though nothing reads it yet, see `_checkpoints`."""
+    return [True], eqn
+
+
+def _stays_unknown(trace: Any, value: Any) -> Any:
+    """The same where it goes through the program operation by operation, for a part that depends on what is unknown."""
+    out = trace.default_process_primitive(_pin, (value,), {})
+    recipe = getattr(out, "recipe", None)
+    if recipe is not None:
+        trace.effect_handles.append(EffectHandle([value], recipe))
+    return out
+
+
+partial_eval.dce_rules[_pin] = _stays
+partial_eval.custom_partial_eval_rules[_pin] = _stays_unknown
 
 
 def _without_pins(jaxpr: Jaxpr) -> Jaxpr:

@@ -10,16 +10,21 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from roundpipe_core._slots import Place, is_ours, where
+from roundpipe_core._slots import Place, is_ours, place_outside, where
 
 from ._jax import is_io
 from ._programs import subprograms
 
-__all__ = ["of_error", "of_io", "of_operation"]
+__all__ = ["called", "of_error", "of_io", "of_operation"]
 
 _JAX = str(Path(jax.__file__).parent)
 
 Facts = list[tuple[str, str]]
+
+
+def called() -> Facts:
+    """The user's line that has called us."""
+    return [("called at", where(place_outside(_JAX)))]
 
 
 def of_error(name: str, error: BaseException) -> Facts:

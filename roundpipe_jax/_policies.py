@@ -14,6 +14,7 @@ from roundpipe_core._errors import OptionError, message
 from ._jax import is_remat3
 from ._names import OURS
 from ._offload import Offload, Offloading, check_memory, offload_option
+from ._places import called
 from ._programs import subprograms
 from ._tags import names_in
 
@@ -58,7 +59,7 @@ def save_policy(*names: str, offload: str | Offload | None = None) -> Any:
         raise OptionError(
             message(
                 "save_policy: a policy that offloads is ignored under JAX_REMAT3.",
-                [("offload", repr(plan))],
+                [*called(), ("offload", repr(plan))],
                 "leave offload out, or unset JAX_REMAT3.",
             )
         )
@@ -137,7 +138,7 @@ def check_matches(policy: Any, program: ClosedJaxpr, layer: str) -> None:
         raise OptionError(
             message(
                 f"layer {layer!r}: this policy is ignored under JAX_REMAT3, which knows only names.",
-                [("policy", repr(policy))],
+                [*called(), ("policy", repr(policy))],
                 "use save_policy(...) with names, or unset JAX_REMAT3.",
             )
         )
@@ -150,7 +151,7 @@ def check_matches(policy: Any, program: ClosedJaxpr, layer: str) -> None:
                 message(
                     f"layer {layer!r}: the policy names {', '.join(map(repr, missing))}, and nothing in the layer is "
                     "called that.",
-                    [("names in the layer", ", ".join(sorted(map(repr, present - set(OURS)))) or "none")],
+                    [*called(), ("names in the layer", ", ".join(sorted(map(repr, present - set(OURS)))) or "none")],
                     "name the value by jax.ad_checkpoint.checkpoint_name(value, name), and use what that returns.",
                 )
             )
@@ -158,7 +159,7 @@ def check_matches(policy: Any, program: ClosedJaxpr, layer: str) -> None:
         raise OptionError(
             message(
                 f"layer {layer!r}: the policy keeps matrix products, and matches nothing in the layer.",
-                [("policy", repr(policy))],
+                [*called(), ("policy", repr(policy))],
                 "leave it out here, or give save_dots(batched=True) if all products have batch dimensions.",
             )
         )

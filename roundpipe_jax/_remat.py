@@ -13,6 +13,7 @@ from ._calls import Call, Mode, Options, Verify, labelled
 from ._identity import see_through
 from ._jax import is_out_of_memory
 from ._offload import Offload, offload_option
+from ._places import called
 from ._refusals import Refusals
 
 __all__ = ["Mode", "Verify", "checkpoint", "remat"]
@@ -124,19 +125,23 @@ def _checked(options: Options) -> Options:
     ):
         if value not in known:
             raise OptionError(
-                message(f"remat: {name}={value!r} does not exist.", [], f"choose one of {', '.join(map(repr, known))}.")
+                message(
+                    f"remat: {name}={value!r} does not exist.",
+                    called(),
+                    f"choose one of {', '.join(map(repr, known))}.",
+                )
             )
     return options
 
 
 def _wrapped(fun: Any, options: Options) -> Any:
     if not callable(fun):
-        raise OptionError(message(f"remat takes a function, not {fun!r}.", [], "pass the layer itself."))
+        raise OptionError(message(f"remat takes a function, not {fun!r}.", called(), "pass the layer itself."))
     if isinstance(fun, type) and any("__call__" in vars(base) for base in fun.__mro__):
         raise OptionError(
             message(
                 f"remat takes a function, and {fun.__name__} is a class: a call of it makes a layer, and runs none.",
-                [],
+                called(),
                 "pass an instance or a function; for a class of flax there is flax.linen.remat.",
             )
         )

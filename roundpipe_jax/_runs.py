@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from roundpipe_core._backend import backend_of, expand
-from roundpipe_core._errors import GradientError, message
+from roundpipe_core._errors import GradientError, MismatchError, message
 from roundpipe_core._phase import Phase, Run, thread
-from roundpipe_core._slots import Entry, Key, Place, Slot, spoken, where
+from roundpipe_core._slots import NOTHING, Entry, Key, Place, Slot, spoken, where
 from roundpipe_core._trees import Spec, flatten, paths, unflatten
 
 from ._cuts import cut_off
@@ -41,7 +41,7 @@ from ._jax import (
 from ._keep import keep
 from ._names import SAVED, UPDATE
 from ._pins import pinned
-from ._sinks import sink
+from ._remade import Doubt, in_place_of
 
 __all__ = [
     "JaxRun",
@@ -139,7 +139,7 @@ class NeedsTangents(StartOver):
 class JaxRun(Run):
     """One execution of a region's Python code in JAX."""
 
-    __slots__ = ("asked", "cut", "fresh", "home", "journal", "marks", "names", "narrowed", "tags")
+    __slots__ = ("asked", "aware", "cut", "fresh", "home", "journal", "marks", "names", "narrowed", "tags")
 
     def __init__(
         self,
@@ -163,6 +163,7 @@ class JaxRun(Run):
         self.journal = journal  # written by a forward that runs on values, read by one with tags
         self.marks = marks  # what is saved is marked in the program, for a tape
         self.asked = False  # whether the layer knows its phase: then its phases may differ
+        self.aware: bool = isinstance(thread.run, JaxRun) and thread.run.aware  # the code so far knew its phase
         self.narrowed: list[tuple[Any, Any]] = []  # integers of a tape that the layer has in a narrower dtype
 
     @property
@@ -221,6 +222,14 @@ class JaxRun(Run):
         if self.phase is Phase.FORWARD:
             data = self._prepared(data, (self.scope, name), place)
         return super().save(data, name, place, offload)
+
+    def _read(self, key: Key, place: Place, data: Any = NOTHING) -> Any:
+        saved = super()._read(key, place, data)
+        doubt = functools.partial(_doubtful, self.slot.label, key, place) if self.aware else None
+        return _in_place_of(saved if data is NOTHING else data, saved, doubt)
+
+    def told(self) -> None:
+        self.aware = True
 
     def get(self, name: str | None, place: Place) -> tuple[Any, ...]:
         if self.phase is Phase.RECOMPUTE:
@@ -296,8 +305,6 @@ class JaxRun(Run):
         if self.tags or self.names:
             for n in tracers:
                 leaves[n] = named(pinned(leaves[n]), SAVED)
-                if self.tags and trace_state() != self.home:
-                    sink(leaves[n])
         if self.marks is not None:
             for n in tracers:
                 leaves[n] = self.marks.mark(leaves[n])
@@ -330,6 +337,28 @@ def _holds(dtype: Any, other: Any) -> bool:
     info: Any = jnp.iinfo
     wide, narrow = info(dtype), info(other)
     return bool(wide.min <= narrow.min and narrow.max <= wide.max)
+
+
+def _in_place_of(made: Any, saved: T, doubt: Doubt) -> T:
+    """`saved`, of the same structure, to be read in place of what was `made` again."""
+    before: list[Any] = []
+    now: list[Any] = []
+    flatten(made, before, expand)
+    spec = flatten(saved, now, expand)
+    handed_back: T = unflatten(spec, iter(in_place_of(before, now, doubt)))
+    return handed_back if any(map(is_tracer, now)) else saved
+
+
+def _doubtful(layer: str, key: Key, place: Place) -> MismatchError:
+    return MismatchError(
+        message(
+            f"layer {layer!r}, {spoken(key)}: the recompute uses the value that it gives to save_for_recompute, and "
+            "not what it gets for it. It asked for its phase, so that this may be another value than the "
+            "forward saved.",
+            [("saved at", where(place))],
+            "go on with what save_for_recompute returns, everywhere: (idx,) = save_for_recompute(idx).",
+        )
+    )
 
 
 def execute(run: JaxRun, call: Callable[[], T]) -> T:

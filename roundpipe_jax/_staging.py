@@ -20,6 +20,7 @@ from jax.interpreters import partial_eval
 from ._identity import reach
 from ._jax import current_trace, is_io, is_numpy, let_go, replaced
 from ._packing import Held
+from ._remade import reading_saved
 from ._updates import with_updates
 
 __all__ = ["Program", "Traces", "hint", "hinted", "memory", "stage"]
@@ -93,7 +94,7 @@ class Traces(NamedTuple):
         """The program of a trace, the same for the same trace."""
         if id(traced) in self.programs:
             return self.programs[id(traced)][1]
-        program = with_updates(traced)
+        program = with_updates(reading_saved(traced))
         if program is not traced:
             self.programs[id(traced)] = traced, program
         return program
@@ -109,7 +110,7 @@ def stage(function: Callable[..., Any], args: Sequence[Any], known: Traces | Non
         if lasts:
             return Program(known.program(traced.jaxpr), _changed(Held.again, traced.out_info), cached=True)
     jaxpr, out = jax.make_jaxpr(_traced(function), return_shape=True)(*args)
-    return Program(with_updates(_on_its_own(jaxpr)), _changed(Held.taken, out))
+    return Program(with_updates(reading_saved(_on_its_own(jaxpr))), _changed(Held.taken, out))
 
 
 def _traced(function: Callable[..., Any]) -> Callable[..., Any]:

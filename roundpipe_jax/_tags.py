@@ -24,7 +24,6 @@ from ._names import SAVED
 from ._pins import is_pin, pinned
 from ._places import of_operation
 from ._programs import has_any, subprograms, with_subprograms
-from ._sinks import is_sink, without_sinks
 
 __all__ = ["calls_custom_vjp", "lead_through_tags", "name_of", "names_in"]
 
@@ -56,6 +55,11 @@ def names_in(jaxpr: Jaxpr) -> set[str]:
     return found
 
 
+def _is_tag(eqn: JaxprEqn) -> bool:
+    """Whether an operation marks what was saved. The name may be gone where JAX has taken a program apart."""
+    return name_of(eqn) == SAVED or is_pin(eqn)
+
+
 def calls_custom_vjp(jaxpr: Jaxpr) -> bool:
     """Whether a program calls a function with a `custom_vjp` rule, at any depth."""
     return has_any(jaxpr, is_custom_vjp)
@@ -69,25 +73,12 @@ def lead_through_tags(
     Or reads the array in `decided`, under the name that leads to the tag, if the value was made before. `divided`: it
     is differentiated already, and about to be divided into forward and recompute.
     """
-    closed = ClosedJaxpr(_without_sinks(closed.jaxpr), closed.consts)
-    if SAVED not in names_in(closed.jaxpr):
+    if not has_any(closed.jaxpr, _is_tag):
         return closed
     rewriter = _Rewriter(layer, decided, divided)
     jaxpr, _ = rewriter.program(closed.jaxpr, outermost=True)
     constvars = [*jaxpr.constvars, *rewriter.constants]
     return ClosedJaxpr(replaced(jaxpr, constvars=constvars), [*closed.consts, *rewriter.constants.values()])
-
-
-def _without_sinks(jaxpr: Jaxpr) -> Jaxpr:
-    effects = without_sinks(jaxpr.effects)
-    if effects == jaxpr.effects:
-        return jaxpr
-    eqns = [
-        replaced(eqn, params=with_subprograms(eqn, _without_sinks), effects=without_sinks(eqn.effects))
-        for eqn in jaxpr.eqns
-        if not is_sink(eqn)
-    ]
-    return replaced(jaxpr, eqns=eqns, effects=effects)
 
 
 class _Rewriter:
@@ -103,6 +94,9 @@ class _Rewriter:
         for var in wanted | {self._behind_barriers(var, made_by) for var in roots}:
             if not roots.get(var):
                 roots[var] = _fresh_tag(var)
+        for var, chain in roots.items():
+            if all(name_of(eqn) != SAVED for eqn in chain):  # JAX has left the name out
+                chain.append(_fresh_tag(var)[-1])
         if not roots:
             return replaced(jaxpr, eqns=eqns), set()
         new: dict[Var, Any] = {}
@@ -138,7 +132,7 @@ class _Rewriter:
         eqns: list[JaxprEqn] = []
         wanted: set[Var] = set()
         for eqn in jaxpr.eqns:
-            if not any(SAVED in names_in(inner) for inner in subprograms(eqn)):
+            if not any(has_any(inner, _is_tag) for inner in subprograms(eqn)):
                 eqns.append(eqn)
                 continue
             if eqn.primitive.name in _NO_RULE:  # differentiation replaces it by its rule, whose saves count then
@@ -166,7 +160,7 @@ class _Rewriter:
     def _roots(self, eqns: Sequence[JaxprEqn], made_by: Mapping[Any, JaxprEqn]) -> dict[Var, list[JaxprEqn]]:
         roots: dict[Var, list[JaxprEqn]] = {}
         for eqn in eqns:
-            if name_of(eqn) != SAVED or isinstance(eqn.invars[0], Literal):
+            if not _is_tag(eqn) or isinstance(eqn.invars[0], Literal):
                 continue
             chain, var = [eqn], eqn.invars[0]
             while (before := made_by.get(var)) is not None and self._passes_through(before):

@@ -17,10 +17,10 @@ from jax.interpreters import ad, batching, mlir
 
 from roundpipe_core._errors import MismatchError, message
 
+from ._effects import Stays
 from ._jax import is_callback, is_io, is_ordered, is_plain, replaced
 from ._names import UPDATE
 from ._programs import has_any, subprograms, with_subprograms
-from ._sinks import Stays
 
 __all__ = ["unfit_updates", "unfit_updates_in", "updates_in", "with_updates"]
 

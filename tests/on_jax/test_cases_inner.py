@@ -118,7 +118,10 @@ def of_two_derivatives(save: Save, x: Any) -> Any:
     [scan, cond, switch, jitted, everything, jitted_twice, of_two_derivatives],
     ids=lambda place: place.__name__,
 )
-def test_a_saved_value_used_under_its_old_name_in_what_the_layer_differentiates(place: Any) -> None:  # R8
+@pytest.mark.parametrize(("wrap", "way"), [(remat, "jit"), (jax.checkpoint, "eager")], ids=["ours", "stock"])
+def test_a_saved_value_used_under_its_old_name_in_what_the_layer_differentiates(
+    place: Any, wrap: Any, way: str
+) -> None:  # R8
     """JAX takes it apart before the layer's program is whole, and drops what nobody reads."""
 
     def program(router: Any, wrap: Any) -> Any:
@@ -126,9 +129,9 @@ def test_a_saved_value_used_under_its_old_name_in_what_the_layer_differentiates(
             style = "plain" if wrap is bare else "seed"
             return jax.grad(lambda x: (place(lambda site, c: router.saved(style, site, c), x) ** 2).sum())(x)
 
-        return jax.jit(gradient(wrap(slope)))(X)
+        return WAYS[way](gradient(wrap(slope)))(X)
 
-    decided_once(program, remat)
+    decided_once(program, wrap)
 
 
 @pytest.mark.parametrize("place", [scan, everything], ids=lambda place: place.__name__)

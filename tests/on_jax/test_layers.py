@@ -1,5 +1,6 @@
 """remat_layers against a Python loop over the same layers."""
 
+import sys
 from typing import Any
 
 import jax
@@ -139,17 +140,21 @@ def test_parameters_that_do_not_fit_are_named() -> None:
         (2.0, {}, ["the parameters: shape ()"]),
     ]
     for params, options, shapes in wanted:
+        line = sys._getframe().f_lineno + 2
         with pytest.raises(OptionError) as caught:
             remat_layers(layer, params, jnp.ones(1), **options)
         assert str(caught.value).splitlines() == [
             f"layer {name}: remat_layers needs parameters stacked along their first axis, one entry a layer.",
+            f"  called at: {__file__}:{line}",
             *(f"  {shape}" for shape in shapes),
             "  way out: stack them: jax.tree.map(lambda *leaves: jnp.stack(leaves), *params_of_each_layer).",
         ]
     for groups in (4, 0, -2):
+        line = sys._getframe().f_lineno + 2
         with pytest.raises(OptionError) as caught:
             remat_layers(layer, jnp.ones((6, 1)), jnp.ones(1), nested=groups)
         assert str(caught.value).splitlines() == [
             f"layer {name}: 6 layers do not divide into nested={groups} groups.",
+            f"  called at: {__file__}:{line}",
             "  way out: choose one of 1, 2, 3, 6.",
         ]

@@ -232,8 +232,9 @@ OPTIONS = {
 
 @pytest.mark.parametrize("what", OPTIONS)
 def test_options_that_do_not_exist(what: str) -> None:
-    run, expected = OPTIONS[what]
-    assert raised(OptionError, run) == expected
+    run, [headline, *rest] = OPTIONS[what]
+    called = f"  called at: test_messages.py:{run.__code__.co_firstlineno}"
+    assert raised(OptionError, run) == [headline, called, *rest]
 
 
 def test_a_policy_in_the_residual_lane() -> None:

@@ -185,7 +185,9 @@ def test_wrong_options_are_errors() -> None:
         remat(layer, offload="gpu")
     with pytest.raises(OptionError) as caught:
         step(remat(layer, offload=Offload(inputs=(2,)), label="one"))(W, X)
-    assert str(caught.value).splitlines()[:3] == [
+    lines = str(caught.value).splitlines()
+    assert lines.pop(1).startswith(f"  called at: {__file__}:")
+    assert lines[:3] == [
         "layer 'one': offload moves inputs (2,), and the call has fewer.",
         "  positional arguments: 2",
         "  way out: count from 0, or say inputs=True.",

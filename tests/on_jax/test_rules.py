@@ -1,5 +1,6 @@
 """The numbered rules, in JAX. The oracle is the same layer without remat, given the same decisions."""
 
+import functools
 import threading
 from typing import Any
 
@@ -13,15 +14,20 @@ import roundpipe_jax
 from roundpipe_core._phase import thread
 from roundpipe_jax import (
     GradientError,
+    MismatchError,
     PhaseError,
     SlotError,
     doing_recompute,
     get_recompute_data,
     layer_scope,
     recompute_once,
+    record,
     remat,
+    replay,
     save_for_recompute,
 )
+
+from .oracle import LANES, Router
 
 X = jnp.array([[0.3, -1.2, 0.7], [1.5, 0.2, -0.4]])
 
@@ -88,6 +94,82 @@ def test_saved_data_of_every_kind_comes_back(way: int) -> None:  # R2
         return (x[:, :2] * got[6]["a"][0] * got[2]).sum()
 
     np.testing.assert_array_equal(both_ways(layer)[way](X), jnp.full_like(X, 3).at[:, 2].set(0))
+
+
+def ignoring(router: Router, x: Any, site: int = 0) -> Any:
+    index = router.decide(site, x)
+    save_for_recompute(index)
+    return jnp.sin(x) * index
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("way", [0, 1])
+def test_a_layer_that_ignores_what_the_save_returns_decides_once(way: int, lane: Any) -> None:  # R2
+    for sites in ([0], [0, 2]):
+        router = Router()
+        inner = remat(functools.partial(ignoring, router), mode=lane)
+        outer = remat(lambda x: inner(x) + ignoring(router, x + 2, 2), mode=lane)  # noqa: B023
+        layer = inner if len(sites) == 1 else outer
+        slope = both_ways(lambda x: layer(x).sum())[way](X)  # noqa: B023
+        expected = sum(jnp.cos(X + site) * (4 - site // 2) for site in sites)
+        assert router.counts == dict.fromkeys(sites, 1)
+        np.testing.assert_array_equal(slope, expected)
+
+
+def test_a_replay_reads_the_tape_where_the_layer_ignores_what_the_save_returns() -> None:  # R2, R13
+    router = Router()
+    layer = remat(functools.partial(ignoring, router))
+    with record() as tape:
+        layer(X)
+    with replay(tape):
+        slope = jax.grad(lambda x: layer(x).sum())(X)
+    np.testing.assert_array_equal(slope, jnp.cos(X) * 4)
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_the_values_of_a_saved_top_k_are_at_the_saved_indices(lane: Any) -> None:  # R10
+    def scores(router: Router, x: Any) -> Any:
+        noise = jnp.where(jnp.arange(3) == router.decide(0, x) % 3, 1e-3, 0.0)
+        return jnp.ones_like(x) * (x - jax.lax.stop_gradient(x) + 1) + noise  # all alike, but for the noise
+
+    def layer(router: Router, x: Any, returned: bool) -> Any:
+        values, index = jax.lax.top_k(scores(router, x), 1)
+        (again,) = save_for_recompute(index)
+        return jnp.exp(values) * ((again if returned else index) + 1)
+
+    for returned in (True, False):
+        router = Router()
+        slope = jax.grad(lambda x: remat(functools.partial(layer, router), mode=lane)(x, returned).sum())(X)  # noqa: B023
+        assert router.counts[0] == 2  # the scores' noise is not saved, and chooses otherwise in the recompute
+        np.testing.assert_array_equal(np.nonzero(slope), np.nonzero(jax.nn.one_hot([1, 1], 3)))
+
+
+def stand_in(router: Router, x: Any) -> Any:
+    index = jnp.argmax(jax.lax.stop_gradient(x[0])) if doing_recompute() else router.decide(0, x)
+    (index,) = save_for_recompute(index)
+    return jnp.sin(x) * index
+
+
+def knowing(router: Router, x: Any) -> Any:
+    doing_recompute()
+    return ignoring(router, x)
+
+
+def read_before(router: Router, x: Any) -> Any:
+    index = router.saved("seed", 0, x)
+    save_for_recompute(2 * index, name="of the saved")
+    return jnp.sin(x) * index
+
+
+@pytest.mark.parametrize("way", [0, 1])
+def test_a_layer_that_knows_its_phase_uses_what_the_save_returns(way: int) -> None:  # R2, R10
+    for layer in (stand_in, read_before):
+        with jax.checking_leaks():
+            slope = both_ways(lambda x, layer=layer: remat(functools.partial(layer, Router()))(x).sum())[way](X)
+        np.testing.assert_array_equal(slope, jnp.cos(X) * 4)
+    with pytest.raises(MismatchError, match="not what it gets for it") as caught:
+        both_ways(lambda x: remat(functools.partial(knowing, Router()))(x).sum())[way](X)
+    assert "test_rules.py:" in str(caught.value).partition("saved at")[2]
 
 
 def test_outside_a_region_a_save_returns_its_arguments() -> None:  # R2

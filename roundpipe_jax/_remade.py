@@ -1,0 +1,145 @@
+"""Saved values that a recompute makes again, because the layer goes on with what it gave to the save.
+
+`save_for_recompute(idx)` hands back the saved indices. A layer that does not take them would compute with its own,
+which may be others in the recompute. So a save in a recompute marks the value that it was given, and once the
+program is whole, every use of that value reads the saved one (R2). If the layer asked for its phase before, the value
+may be a stand-in that the forward did not save; then a use besides is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.interpreters import ad, batching, mlir
+
+from ._jax import is_tracer, replaced, struct
+from ._programs import has_any, subprograms, with_subprograms
+
+__all__ = ["Doubt", "in_place_of", "reading_saved"]
+
+Doubt = Callable[[], Exception] | None
+"""What to say if it is not known whether a value is the one that the forward saved, and the program uses it."""
+
+
+def in_place_of(made: Sequence[Any], saved: Sequence[Any], doubt: Doubt = None) -> list[Any]:
+    """The arrays of `saved`, to be read in place of those that were `made` again."""
+    if len(made) != len(saved):
+        return list(saved)
+    pairs = zip(made, saved, strict=True)
+    return [_remade.bind(one, other, doubt=doubt) if _stands_for(one, other) else other for one, other in pairs]
+
+
+def _stands_for(made: Any, saved: Any) -> bool:
+    if not is_tracer(made) or not is_tracer(saved):
+        return False
+    return bool(jax.typeof(made).strip_weak_type() == jax.typeof(saved).strip_weak_type())
+
+
+_remade: Any = Primitive("roundpipe_remade")
+_remade.def_impl(lambda made, saved, doubt: saved)
+_remade.def_abstract_eval(lambda made, saved, doubt: saved)
+mlir.register_lowering(_remade, lambda context, made, saved, doubt: [saved])
+ad.primitive_jvps[_remade] = lambda values, dots, doubt: (_remade.bind(*values, doubt=doubt), dots[1])
+batching.primitive_batchers[_remade] = lambda values, axes, doubt: (values[1], axes[1])
+
+
+def reading_saved(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The program, in which nothing reads what was made again of what was saved."""
+    if not has_any(closed.jaxpr, _is_remade):
+        return closed
+    return ClosedJaxpr(_reading_saved(closed.jaxpr), closed.consts)
+
+
+def _is_remade(eqn: JaxprEqn) -> bool:
+    return eqn.primitive is _remade
+
+
+def _reading_saved(jaxpr: Jaxpr) -> Jaxpr:
+    marks = [eqn for eqn in jaxpr.eqns if _is_remade(eqn)]
+    handed = {eqn.outvars[0]: eqn.invars[1] for eqn in marks}
+    instead: dict[Any, Any] = {}
+
+    def read(atom: Any) -> Any:
+        while isinstance(atom, Var) and (atom in handed or atom in instead):
+            atom = handed[atom] if atom in handed else instead[atom]
+        return atom
+
+    saved = {read(eqn.outvars[0]) for eqn in marks}
+    doubts: dict[Any, Any] = {}
+    for eqn in marks:
+        made, doubt = read(eqn.invars[0]), eqn.params["doubt"]
+        if not isinstance(made, Var) or made in saved:
+            continue
+        if doubt is None:
+            instead[made] = read(eqn.outvars[0])
+        else:
+            doubts[made] = doubt
+    eqns: list[JaxprEqn] = []
+    for eqn in jaxpr.eqns:
+        if _is_remade(eqn):
+            continue
+        if any(has_any(inner, _is_remade) for inner in subprograms(eqn)):
+            eqn = replaced(eqn, params=with_subprograms(eqn, _reading_saved))
+        eqn = replaced(eqn, invars=list(map(read, eqn.invars)))
+        eqns += _by_indices(eqn, read(eqn.outvars[1])) if _chose(eqn, instead) else [eqn]
+    eqns = _made_first(eqns, {atom for atom in instead.values() if isinstance(atom, Var)})
+    whole = replaced(jaxpr, eqns=eqns, outvars=list(map(read, jaxpr.outvars)))
+    if doubts:
+        _check(whole, saved, doubts)
+    return whole
+
+
+def _check(jaxpr: Jaxpr, saved: set[Any], doubts: dict[Any, Any]) -> None:
+    """Refuse a program that uses what it made of its inputs, besides giving it to a save."""
+    varying = {*jaxpr.constvars, *jaxpr.invars} - saved
+    given = varying.copy()
+    for eqn in jaxpr.eqns:
+        if any(isinstance(atom, Var) and atom in varying for atom in eqn.invars):
+            varying.update(eqn.outvars)
+    needed = {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
+    for eqn in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            needed.update(atom for atom in eqn.invars if isinstance(atom, Var))
+    for made, doubt in doubts.items():
+        if made in needed and made in varying and made not in given:
+            raise doubt()
+
+
+def _made_first(eqns: Sequence[JaxprEqn], wanted: set[Var]) -> list[JaxprEqn]:
+    """The operations, first those that make what is `wanted` before."""
+    first: list[JaxprEqn] = []
+    rest: list[JaxprEqn] = []
+    for eqn in reversed(eqns):
+        if wanted.isdisjoint(eqn.outvars):
+            rest.append(eqn)
+            continue
+        first.append(eqn)
+        wanted = wanted.union(atom for atom in eqn.invars if isinstance(atom, Var))
+    return [*reversed(first), *reversed(rest)]
+
+
+def _chose(eqn: JaxprEqn, instead: dict[Any, Any]) -> bool:
+    """Whether an operation gives values together with their indices, which were saved."""
+    return eqn.primitive.name in ("top_k", "approx_top_k") and eqn.outvars[1] in instead
+
+
+def _by_indices(eqn: JaxprEqn, indices: Any) -> list[JaxprEqn]:
+    """The values at the saved indices. The operation's own derivative would have the indices that it finds again."""
+    values = eqn.outvars[0]
+    axis = eqn.params.get("axis", eqn.params.get("reduction_dimension", -1))
+    avals: list[Any] = [eqn.invars[0].aval, indices.aval]
+    kinds = [struct(aval.shape, aval.dtype) for aval in avals]
+    taken = jax.make_jaxpr(lambda array, at: jnp.take_along_axis(array, at, axis))(*kinds)
+    renamed = {**dict(zip(taken.jaxpr.invars, (eqn.invars[0], indices), strict=True)), taken.jaxpr.outvars[0]: values}
+
+    def named(atom: Any) -> Any:
+        return atom if isinstance(atom, Literal) else renamed.get(atom, atom)
+
+    return [
+        replaced(one, invars=list(map(named, one.invars)), outvars=list(map(named, one.outvars)))
+        for one in taken.jaxpr.eqns
+    ]
