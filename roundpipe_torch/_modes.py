@@ -2,8 +2,8 @@
 
 Others set the modes of whole models: `eval()` for a validation, `requires_grad_(False)` for the other half of a GAN. A
 backward that is still due has nothing to do with it, for autograd has noted what it needs. Hooks and callers set
-tensors: a weight that is normed before each call, the mask of a batch. A recompute has to find all of it as its forward
-did (R10).
+tensors, names and numbers: a weight that is normed before each call, the mask of a batch, the adapter that is active, a
+temperature. A recompute has to find all of it as its forward did (R10).
 
 Attributes that the forward itself sets are another matter. If it left nothing out, and does not know its phase, its
 recompute does the same again, and so begins with what was there before. Else only the layer knows what it will need.
@@ -55,7 +55,7 @@ class Modes:
         self._training, self._trained = [*map(_training, modules)], [*map(_trained, self._weights)]
         self._begun = [(module, vars(module).copy()) for module in modules if _may_have_more(module)]
         self._attributes: list[_Attribute] = []
-        self._before: list[tuple[Any, str, Any]] = []  # what is to be put back
+        self._before: list[tuple[Any, str, Any, Any]] = []  # what is to be put back, and what is there instead
 
     def settle(self, repeats: bool, moved: Iterable[torch.nn.Module]) -> None:
         """The forward is over.
@@ -69,8 +69,8 @@ class Modes:
             now = vars(module)
             for name in [*now] if repeats else [*then]:
                 before, after = then.get(name, _ABSENT), now.get(name, _ABSENT)
-                if before is after:
-                    wanted = _is_data(before)  # others may put another there
+                if before is after:  # others may put another there
+                    wanted = type(before) in _PLAIN or _is_data(before)
                 elif _is_data(before) or _is_data(after):
                     wanted = repeats
                 else:
@@ -105,7 +105,7 @@ class Modes:
             for one, name, then in wanted:
                 now = _found(one, name)
                 if now is not then:
-                    self._before.append((one, name, now))
+                    self._before.append((one, name, now, then))
                     _set(one, name, then)
             yield
         finally:
@@ -114,7 +114,11 @@ class Modes:
     def put_back(self) -> None:
         """Set what there was. May be called again: an interrupt may have cut it short."""
         while self._before:
-            _set(*self._before[-1])
+            one, name, now, then = self._before[-1]
+            if type(now) is type(then) is int:  # it may be one that counts recomputes
+                now += vars(one).get(name, then) - then
+                self._before[-1] = one, name, now, _ABSENT
+            _set(one, name, now)
             self._before.pop()
         self._bindings.put_back()
 
@@ -140,10 +144,11 @@ def _has_changed(attribute: _Attribute) -> bool:
     """Whether it is another tensor now, or number. What may become anything else, as FSDP's notes, is left alone."""
     module, name, then = attribute
     now = _found(module, name)
-    return now is not then and (type(then) in _NUMBERS or _is_data(then) or _is_data(now))
+    return now is not then and (type(then) in _PLAIN or _is_data(then) or _is_data(now))
 
 
 _NUMBERS = frozenset({bool, int, float})
+_PLAIN = _NUMBERS | {str}
 _OF_FRAMEWORKS = ("_", "ds_", "training")
 """Where they keep numbers that may not be turned back. DeepSpeed counts in `ds_...`."""
 
