@@ -26,7 +26,8 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 from ._backend import outside_keeps, outside_saves, without_gradient
 from ._errors import Flip, OptionError, PhaseError, SlotError, message
-from ._slots import NOTHING, Entry, Key, Place, Slot, Taken, label_of, where
+from ._places import Place, where
+from ._slots import NOTHING, Entry, Key, Slot, Taken, label_of
 
 __all__ = [
     "Phase",

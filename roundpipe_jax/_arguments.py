@@ -27,7 +27,11 @@ def numbers(given: int | Sequence[int]) -> tuple[int, ...]:
     found = (given,) if isinstance(given, int) else tuple(given)
     if not all(type(number) is int for number in found):
         raise OptionError(
-            message(f"remat: static_argnums={given!r}.", [], "give positions: an int, or a tuple of ints.")
+            message(
+                f"remat: static_argnums={given!r} gives no positions.",
+                [],
+                "give positions: an int, or a tuple of ints.",
+            )
         )
     return found
 
@@ -90,7 +94,11 @@ def barriers(
         return given
     if not isinstance(given, (tuple, list)):
         raise OptionError(
-            message(f"remat: prevent_cse={given!r}.", [], "give True, False, None, or one of them per argument.")
+            message(
+                f"remat: prevent_cse={given!r} does not exist.",
+                [],
+                "give True, False, None, or one of them per argument.",
+            )
         )
     prefix = (tuple(given), kwargs and True) if kwargs else (tuple(given), {})
     flags = jax.tree.leaves(jax.tree.broadcast(prefix, (args, kwargs)))

@@ -24,8 +24,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from roundpipe_core._errors import GradientError, MismatchError, OptionError, TapeError, message
 from roundpipe_core._phase import Phase, open_slot, thread
+from roundpipe_core._places import where
 from roundpipe_core._replay import TapedSlot, TapeRun
-from roundpipe_core._slots import Slot, facts_of, label_of, where
+from roundpipe_core._slots import Slot, facts_of, label_of
 from roundpipe_core._tape import Skeleton
 
 from . import _arguments

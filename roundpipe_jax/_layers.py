@@ -8,7 +8,8 @@ from typing import Any
 import jax
 
 from roundpipe_core._errors import OptionError, message
-from roundpipe_core._slots import label_of, place_outside, where
+from roundpipe_core._places import place_outside, where
+from roundpipe_core._slots import label_of
 
 from ._calls import labelled
 from ._explain import repeated

@@ -11,8 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from roundpipe_core._backend import backend_of
 from roundpipe_core._phase import Phase, Run
+from roundpipe_core._places import Place
 from roundpipe_core._replay import TapedSlot
-from roundpipe_core._slots import NOTHING, Entry, Key, Place, Slot
+from roundpipe_core._slots import NOTHING, Entry, Key, Slot
 
 from ._backend import adopted, without_gradient
 from ._buffers import Buffers, Moved

@@ -30,6 +30,7 @@ from roundpipe_core._host import HostArray, itemsize_of, kind_of
 from roundpipe_core._phase import Phase, Run, thread
 from roundpipe_core._slots import Slot
 from roundpipe_core._tape import integer_extremes
+from tests.said import said
 
 
 def run(phase: Phase, slot: Slot, function) -> Run:
@@ -396,7 +397,7 @@ def test_a_container_that_only_a_framework_knows_is_in_no_file(frontends: list[A
         save_for_recompute(Toy.Box(1, 2))
     with pytest.raises(TapeError) as caught:
         tape.save(tmp_path / "a.tape")
-    assert str(caught.value).splitlines() == [
+    assert said(caught.value, __file__) == [
         "outside of layers, the unnamed slot: a container of type Toy.Box, cannot be kept in a file.",
         "  way out: save its parts as a tuple or a dict.",
     ]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from roundpipe_core import OptionError, Tape, TapeError, layer_scope, recompute_once, record, replay, save_for_recompute
 from roundpipe_core._backend import numpys
 from roundpipe_core._phase import Run, open_slot, thread
+from tests.said import said
 
 ROOT = Path(__file__).parents[2]
 
@@ -201,14 +202,16 @@ def test_what_recompute_once_gave() -> None:
 def test_the_wrong_batch_is_refused_before_a_number_is_computed() -> None:
     with (
         pytest.raises(
-            TapeError, match=r"shape \[5, 2\], where the layer decides \[6, 2\]\.\n  way out: replay it with"
+            TapeError,
+            match=r"shape \[5, 2\], where the layer decides \[6, 2\]\.\n  called at: .*\n  way out: replay it with",
         ),
         replay(Tape.from_routing(routing(), experts=8)),
     ):
         layer("moe", lambda: save_for_recompute(np.zeros((6, 2), "int64")))
     with (
         pytest.raises(
-            TapeError, match=r"decides \[6, 2\]\.\n  way out: make the tape .* mask\.flatten\(\), the routing"
+            TapeError,
+            match=r"decides \[6, 2\]\.\n  called at: .*\n  way out: make the tape .* mask\.flatten\(\), the routing",
         ),
         replay(Tape.from_routing(routing(6).reshape(2, 3, 3, 2), experts=8)),
     ):
@@ -453,7 +456,7 @@ def test_wrong_routing_is_told(name: str) -> None:
     with pytest.raises(TapeError) as caught:
         Tape.from_routing(experts=8, **arguments)
 
-    assert str(caught.value) == f"the routing has {fault}.\n  way out: {way_out}"
+    assert said(caught.value, __file__) == [f"the routing has {fault}.", f"  way out: {way_out}"]
 
 
 def test_zeros_that_may_be_a_choice_are_taken() -> None:
@@ -549,7 +552,7 @@ def test_the_way_back_names_what_is_missing() -> None:
     ]:
         with pytest.raises((TapeError, OptionError)) as caught:
             tape.to_routing(**arguments)
-        assert str(caught.value).splitlines() == told
+        assert said(caught.value, __file__) == told
     with pytest.raises(TapeError, match=r"^the tape has no routing\.\n  it has: nothing\n"):
         Tape().to_routing()
 
@@ -564,13 +567,13 @@ def test_the_way_back_refuses_layers_of_several_shapes_and_narrow_dtypes() -> No
     assert tape.to_routing().tolist() == [[[300]]]
     with pytest.raises(TapeError) as caught:
         tape.to_routing(dtype="int8")
-    assert str(caught.value).splitlines() == [
+    assert said(caught.value, __file__) == [
         "layer 'a': experts from 300 to 300, which int8 cannot hold.",
         '  way out: give a wider dtype, such as dtype="int32".',
     ]
     with pytest.raises(TapeError) as caught:
         other.to_routing()
-    assert str(caught.value).splitlines() == [
+    assert said(caught.value, __file__) == [
         "the layers of the tape do not route alike.",
         "  a: [2, 1]",
         "  b: [3, 1]",
@@ -599,12 +602,15 @@ def test_the_way_back_of_a_number_and_without_numpy(monkeypatch: pytest.MonkeyPa
         layer("a", lambda: save_for_recompute(np.array(3)))
     with pytest.raises(TapeError) as caught:
         tape.to_routing()
-    assert str(caught.value) == "the tape's routing is a single number.\n  way out: save the index of each token."
+    assert said(caught.value, __file__) == [
+        "the tape's routing is a single number.",
+        "  way out: save the index of each token.",
+    ]
     whole = Tape.from_routing([[[0, 1]]], experts=2)
     monkeypatch.setitem(sys.modules, "numpy", None)
     with pytest.raises(TapeError) as caught:
         whole.to_routing()
-    assert str(caught.value) == "routing is given as a numpy array.\n  way out: install numpy."
+    assert said(caught.value, __file__) == ["routing is given as a numpy array.", "  way out: install numpy."]
 
 
 def test_the_way_back_leaves_out_saves_of_other_names() -> None:

@@ -31,6 +31,7 @@ from roundpipe_core import (
 from roundpipe_core._phase import Phase, Run, open_slot, thread
 from roundpipe_core._slots import Slot, label_of
 from roundpipe_core._tape import taken_from
+from tests.said import said
 
 
 def run(phase: Phase, slot: Slot, function):
@@ -243,7 +244,7 @@ def test_regions_of_one_label_around_a_save_are_not_guessed() -> None:
     for function in (layer, scoped, read_in_another_order):
         with pytest.raises(SlotError) as caught:
             both(function)
-        assert lines(caught.value) == [
+        assert said(caught.value, __file__) == [
             "layer 'layer': 'expert' runs before and after a save that the recompute read at another point, so which "
             "of the forward's decisions belongs here cannot be told.",
             "  way out: give the calls different labels, wrap them in layer_scope, or read the data where it was "

@@ -19,6 +19,7 @@ from roundpipe_jax import (
     remat,
     save_for_recompute,
 )
+from tests.said import said
 
 X = jnp.ones((2, 3))
 
@@ -213,7 +214,7 @@ OPTIONS = {
     ),
     "argnums": (
         lambda: remat(jnp.sin, static_argnums="x"),  # type: ignore[arg-type]
-        ["remat: static_argnums='x'.", "  way out: give positions: an int, or a tuple of ints."],
+        ["remat: static_argnums='x' gives no positions.", "  way out: give positions: an int, or a tuple of ints."],
     ),
     "argnums of a call": (
         lambda: remat(lambda x: x, static_argnums=2, label="one")(X),
@@ -225,7 +226,7 @@ OPTIONS = {
     ),
     "prevent_cse": (
         lambda: remat(jnp.sin, prevent_cse="no")(X),
-        ["remat: prevent_cse='no'.", "  way out: give True, False, None, or one of them per argument."],
+        ["remat: prevent_cse='no' does not exist.", "  way out: give True, False, None, or one of them per argument."],
     ),
 }
 
@@ -233,7 +234,9 @@ OPTIONS = {
 @pytest.mark.parametrize("what", OPTIONS)
 def test_options_that_do_not_exist(what: str) -> None:
     run, expected = OPTIONS[what]
-    assert raised(OptionError, run) == expected
+    with pytest.raises(OptionError) as caught:
+        run()
+    assert said(caught.value, __file__) == expected
 
 
 def test_a_policy_in_the_residual_lane() -> None:
