@@ -42,6 +42,7 @@ __all__ = [
     "VerifyWarning",
     "called_here",
     "message",
+    "shown",
     "text_of",
 ]
 
@@ -139,6 +140,14 @@ def text_of(headline: str, facts: Iterable[tuple[str, str]], way_out: str) -> st
     """What went wrong, what is known, what to do."""
     lines = [headline, *(f"  {name}: {fact}" for name, fact in facts), f"  way out: {way_out}"]
     return "\n".join(lines)
+
+
+def shown(value: object) -> str:
+    """What was given instead of what was asked for: itself if it is short, or what it is."""
+    if isinstance(value, type):
+        return f"the class {value.__qualname__}"
+    text = repr(value)
+    return text if len(text) <= 60 and text.isprintable() else f"a {type(value).__qualname__}"
 
 
 _LINE = re.compile(r":\d+$")

@@ -617,7 +617,7 @@ def _not_recomputing(place: Place, layer: str | None) -> PhaseError:
             f"get_recompute_data() was called {'in the forward' if layer else 'outside a recompute'}.",
             [*inside, ("called at", where(place))],
             "call it only where doing_recompute() is True, or use "
-            "`data = save_for_recompute(data)`, which works in both phases.",
+            "`(data,) = save_for_recompute(data)`, which works in both phases.",
         )
     )
 

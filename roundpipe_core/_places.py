@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import types
 from pathlib import Path
 
 __all__ = ["Place", "is_ours", "is_passed_over", "pass_over", "place_outside", "where"]
@@ -38,9 +39,14 @@ def is_passed_over(filename: str) -> bool:
     return filename.startswith(_passed_over) or (filename.startswith(_PYTHONS) and not filename.startswith(_INSTALLED))
 
 
+def _file_of(frame: types.FrameType) -> str:
+    name = frame.f_code.co_filename
+    return frame.f_globals.get("__file__", name) if name == "<string>" else name  # what a dataclass has written
+
+
 def place_outside() -> Place:
     """The innermost line of the user's; the outermost one of all if there is none."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and is_passed_over(frame.f_code.co_filename):
+    while frame.f_back is not None and is_passed_over(_file_of(frame)):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno

@@ -448,10 +448,11 @@ class TapedSlot(Slot):
 
     def _missing(self, scope: Scope, name: str) -> TapeError:
         held = [slot.label for slot in self._in(scope)]
+        holds = f"{len(held)}: {', '.join(map(repr, held[:6]))}" if held else "nothing"
         return TapeError(
             message(
                 f"the tape has no decisions left for layer {name!r}.",
-                [("inside", repr(self.label)), ("it holds", f"{len(held)}: {', '.join(map(repr, held[:6]))}")],
+                [("inside", repr(self.label)), ("it holds", holds)],
                 "replay it with the model it was recorded from, and one forward for one.",
             )
         )
@@ -471,7 +472,8 @@ class TapedSlot(Slot):
             message(
                 f"the tape has nothing for layer {self.label!r}, {spoken(key)}.",
                 [("asked for at", where(place)), *held[:8]],
-                "save under the same names and scopes in the model that is recorded and the one that replays.",
+                "save under the same names and scopes in the model that is recorded and the one that replays; routing "
+                "is under the name that Tape.from_routing(name=...) was given.",
             )
         )
 

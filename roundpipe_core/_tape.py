@@ -507,7 +507,7 @@ def not_a_tape(asked: str, given: Any) -> OptionError:
         message(
             f"{asked} takes a Tape, not {type(given).__name__}.",
             [],
-            "make one by `with record() as tape:`, Tape.load(path) or Tape.from_routing(routing).",
+            "make one by `with record() as tape:`, Tape.load(path) or Tape.from_routing(routing, experts=...).",
         )
     )
 
@@ -567,7 +567,7 @@ def unseen(layer: str, decision: Decision, below: int) -> TapeError:
         message(
             f"tape, {at_layer(layer)}, {spoken(decision.key)}: whether all integers are below {below} cannot be seen "
             "while this is traced.",
-            [("the tape declares", str(decision.below)), *saved_at(decision)],
+            saved_at(decision),
             "say so where the tape has values, outside of what is traced: tape.declare(below=...).",
         )
     )

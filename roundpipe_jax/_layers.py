@@ -154,12 +154,12 @@ def _layers_in(stacked_params: Any, name: str) -> int:
 
 
 def _check_groups(nested: int | None, count: int, name: str) -> None:
-    if nested is None or (nested >= 1 and count % nested == 0):
+    if nested is None or (type(nested) is int and nested >= 1 and count % nested == 0):
         return
     fitting = [n for n in range(1, count + 1) if count % n == 0]
     raise OptionError(
         message(
-            f"layer {name!r}: {count} layers do not divide into nested={nested} groups.",
+            f"layer {name!r}: {count} layers do not divide into nested={nested!r} groups.",
             [],
             f"choose one of {', '.join(map(str, fitting))}.",
         )

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from roundpipe_core._errors import OptionError, message
+from roundpipe_core._errors import OptionError, message, shown
 
 from ._backend import aval_bytes
 from ._jax import memory_kinds, move_to_device, move_to_host
@@ -47,6 +47,15 @@ class Offload:
     saves: bool = True
     inputs: bool | tuple[int, ...] = False
     kept: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.min_bytes) is not int or self.min_bytes < 0:
+            what = f"min_bytes must be a number of bytes, not {shown(self.min_bytes)}."
+            raise OptionError(message(what, [], "pass min_bytes=1 << 20."))
+        given: Any = self.inputs
+        if type(given) is not bool and not (isinstance(given, tuple) and all(type(n) is int for n in given)):
+            what = f"inputs must be True, False or a tuple of positions, not {shown(self.inputs)}."
+            raise OptionError(message(what, [], "pass inputs=True for all arguments, inputs=(0,) for the first."))
 
     def takes(self, array: Any, kept: bool) -> bool:
         """Whether an array of the slot goes to the host."""

@@ -96,7 +96,8 @@ class TorchBackend:
         return without_gradient(function)
 
     def described(self, array: torch.Tensor) -> tuple[str, tuple[int, ...]]:
-        return str(array.dtype).removeprefix("torch."), tuple(array.shape)
+        shape = () if array.is_nested and array.layout is torch.strided else tuple(array.shape)  # that kind has none
+        return str(array.dtype).removeprefix("torch."), shape
 
     def extremes(self, array: torch.Tensor) -> tuple[int, ...] | None:
         if array.is_meta or type(array) is FakeTensor:
@@ -149,8 +150,12 @@ _NO_EXTREMES = (torch.uint16, torch.uint32, torch.uint64)
 
 def _no_bytes(array: torch.Tensor) -> str | None:
     """Why the values of `array` cannot be read from memory."""
+    if type(array) is torch.Tensor and array.is_meta:
+        return "a tensor without values, on the meta device; record a run on a device that has values"
     if array.is_meta or isinstance(array, FakeTensor):
         return "a tensor without values (meta, fake, or traced)"
+    if array.is_nested and array.layout is torch.strided:
+        return "a nested tensor; save its parts, array.unbind()"
     if torch._C._functorch.is_functorch_wrapped_tensor(array):
         return "a tensor inside of a torch.func transform"
     if array.layout is not torch.strided or array.is_quantized:

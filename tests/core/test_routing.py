@@ -524,6 +524,12 @@ def test_the_way_back_takes_loops_over_layers_apart(tmp_path: Path) -> None:
     assert np.array_equal(Tape.load(tmp_path / "a.tape").to_routing(), given_TLK)
 
 
+NAMED = (
+    "give the name= under which the layers save their indices, and the item= that they are in it; tape.entries() lists "
+    "all."
+)
+
+
 def test_the_way_back_names_what_is_missing() -> None:
     with record() as tape:
         layer("moe", lambda: save_for_recompute(np.arange(3), np.arange(4), name="plan"))
@@ -542,7 +548,13 @@ def test_the_way_back_names_what_is_missing() -> None:
             {"name": "x"},
             "the tape has no routing named 'x'.",
             "  it has: slot 'plan', the unnamed slot",
-            "  way out: give the name= under which the layers save their indices; tape.entries() lists all.",
+            f"  way out: {NAMED}",
+        ),
+        (
+            {"name": "plan", "item": "[7]"},
+            "the tape has no routing named 'plan', item '[7]'.",
+            "  it has: slot 'plan', the unnamed slot",
+            f"  way out: {NAMED}",
         ),
         (
             {"dtype": "float32"},

@@ -268,7 +268,7 @@ def test_get_outside_a_recompute() -> None:
     assert lines(caught.value) == [
         "get_recompute_data() was called outside a recompute.",
         f"  called at: {place}",
-        "  way out: call it only where doing_recompute() is True, or use `data = save_for_recompute(data)`, which "
+        "  way out: call it only where doing_recompute() is True, or use `(data,) = save_for_recompute(data)`, which "
         "works in both phases.",
     ]
     assert isinstance(caught.value, AssertionError)

@@ -148,5 +148,5 @@ def test_a_path_is_no_tape(asked: str, function, given: Any) -> None:
         function(given)
     assert said(caught.value, __file__) == [
         f"{asked} takes a Tape, not {type(given).__name__}.",
-        "  way out: make one by `with record() as tape:`, Tape.load(path) or Tape.from_routing(routing).",
+        "  way out: make one by `with record() as tape:`, Tape.load(path) or Tape.from_routing(routing, experts=...).",
     ]

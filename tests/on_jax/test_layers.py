@@ -147,10 +147,10 @@ def test_parameters_that_do_not_fit_are_named() -> None:
             *(f"  {shape}" for shape in shapes),
             "  way out: stack them: jax.tree.map(lambda *leaves: jnp.stack(leaves), *params_of_each_layer).",
         ]
-    for groups in (4, 0, -2):
+    for groups in (4, 0, -2, "2", 1.5):
         with pytest.raises(OptionError) as caught:
             remat_layers(layer, jnp.ones((6, 1)), jnp.ones(1), nested=groups)
         assert said(caught.value, __file__) == [
-            f"layer {name}: 6 layers do not divide into nested={groups} groups.",
+            f"layer {name}: 6 layers do not divide into nested={groups!r} groups.",
             "  way out: choose one of 1, 2, 3, 6.",
         ]

@@ -1,6 +1,7 @@
 """Every error of the JAX frontend, line by line."""
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,16 @@ import pytest
 from roundpipe_jax import (
     GradientError,
     MismatchError,
+    Offload,
     OptionError,
     PhaseError,
     SlotError,
     doing_recompute,
     get_recompute_data,
     remat,
+    save_either,
     save_for_recompute,
+    save_policy,
 )
 from tests.said import said
 
@@ -195,6 +199,7 @@ def test_a_save_inside_a_custom_derivative() -> None:
     ]
 
 
+POLICIES = '  way out: give save_policy("name"), save_dots(), or one of jax.checkpoint_policies.'
 OPTIONS = {
     "mode": (
         lambda: remat(jnp.sin, mode="magic"),  # type: ignore[call-overload]
@@ -222,6 +227,58 @@ OPTIONS = {
             "layer 'one': static_argnums=(2,) names an argument that this call does not have.",
             "  positional arguments: 1",
             "  way out: count from 0, or use static_argnames for arguments passed by name.",
+        ],
+    ),
+    "argnums of one": (
+        lambda: remat(jnp.sin, static_argnums=1.5),  # type: ignore[call-overload]
+        ["remat: static_argnums=1.5 gives no positions.", "  way out: give positions: an int, or a tuple of ints."],
+    ),
+    "argnames": (
+        lambda: remat(jnp.sin, static_argnames=3),  # type: ignore[call-overload]
+        [
+            "remat: static_argnames=3 gives no names.",
+            "  way out: give names of arguments: a string, or a tuple of strings.",
+        ],
+    ),
+    "argnames of another layer": (
+        lambda: remat(math.hypot, static_argnames="x") and remat(sorted, static_argnames=("key", "revers")),
+        [
+            "layer 'sorted': static_argnames names 'revers', which it does not take.",
+            "  it takes: iterable, key, reverse",
+            "  way out: give names of its arguments.",
+        ],
+    ),
+    "label": (
+        lambda: remat(jnp.sin, label=3),  # type: ignore[call-overload]
+        ["remat: label must be a string, not 3.", '  way out: name the layer, as in label="block 3".'],
+    ),
+    "policy": (lambda: remat(jnp.sin, policy=["dots"]), ["remat: ['dots'] is no policy.", POLICIES]),
+    "either policy": (lambda: save_either("dots"), ["save_either: 'dots' is no policy.", POLICIES]),
+    "names": (
+        lambda: save_policy(["a"]),  # type: ignore[arg-type]
+        [
+            "save_policy takes names, not ['a'].",
+            '  way out: give each as a string: save_policy("attention", "mlp").',
+        ],
+    ),
+    "min_bytes": (
+        lambda: Offload(min_bytes="1 MB"),  # type: ignore[arg-type]
+        ["min_bytes must be a number of bytes, not '1 MB'.", "  way out: pass min_bytes=1 << 20."],
+    ),
+    "inputs": (
+        lambda: Offload(inputs=[0]),  # type: ignore[arg-type]
+        [
+            "inputs must be True, False or a tuple of positions, not [0].",
+            "  way out: pass inputs=True for all arguments, inputs=(0,) for the first.",
+        ],
+    ),
+    "prevent_cse of more arguments": (
+        lambda: remat(lambda x: x, prevent_cse=(True, False))(X),
+        [
+            "remat: prevent_cse=(True, False) does not fit the arguments of the call.",
+            "  positional arguments: 1",
+            "  JAX says: pytree structure error: different lengths of tuple at key path",
+            "  way out: give True, False, None, or one of them per argument.",
         ],
     ),
     "prevent_cse": (

@@ -207,7 +207,8 @@ def test_tensors_without_values_are_refused(tmp_path: Path) -> None:
     jagged = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
     for tensor, fault in [
         (fake, "without values"),
-        (torch.ones(2, device="meta"), "without values"),
+        (torch.ones(2, device="meta"), "without values, on the meta device(.|\n)* way out: record a run on a device"),
+        (torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "a nested tensor(.|\n)*: save its parts"),
         (torch.ones(2, 2).to_sparse(), "a tensor of layout torch.sparse_coo"),
         (masked_tensor(torch.ones(2), torch.ones(2) > 0), "a MaskedTensor, which is made of other tensors"),
         (TwoTensor(torch.ones(2), torch.ones(2)), "a TwoTensor, which is made of other tensors"),
