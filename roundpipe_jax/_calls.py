@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import types
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -774,7 +775,12 @@ class Call:
             known = self.memory.get(key)
             if known is None:  # of threads that come here at once, one has its traces kept
                 known = self.memory.setdefault(key, Traces.of(_named(_held_weakly(self, function), self.fun)))
-        program: Program = self.layer.begun(lambda: stage(lambda *values: function(self.layer, *values), arrays, known))
+
+        def run(*values: Any) -> Any:
+            return function(self.layer, *values)
+
+        run = run if known is not None else _named(run, self.fun)
+        program: Program = self.layer.begun(lambda: stage(run, arrays, known))
         return program
 
 
@@ -803,7 +809,14 @@ def _named(function: Callable[..., Any], like: Any) -> Callable[..., Any]:
         return function(*values)
 
     named.__name__ = getattr(like, "__name__", "layer")
+    code = codes(like)[0]
+    if code is not None:  # JAX looks there for the file and the line that it puts into messages
+        named.__wrapped__ = types.SimpleNamespace(__code__=code, __name__=named.__name__)  # type: ignore[attr-defined]
+        named.__signature__ = _VALUES  # type: ignore[attr-defined]
     return named
+
+
+_VALUES = inspect.signature(lambda *values: values)
 
 
 def _saves_floats(template: Template, saved: Sequence[Any]) -> bool:

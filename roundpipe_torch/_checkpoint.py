@@ -100,7 +100,7 @@ def checkpoint(
         options = _PLAIN if preserve_rng_state else _WITHOUT_RNG
         if use_reentrant:
             refuse_no_flags(function, {"use_reentrant": use_reentrant})
-        return run_region(function, args, kwargs, options, bool(use_reentrant))
+        return run_region(function, args, kwargs, options, use_reentrant or False)
     given = {"use_reentrant": use_reentrant, "debug": debug, "early_stop": early_stop, "context_fn": context_fn}
     refuse_no_flags(function, given)
     options = options_from(

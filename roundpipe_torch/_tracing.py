@@ -189,8 +189,8 @@ def refuse_read() -> None:
     _stop(
         PhaseError,
         "get_recompute_data() was called in the forward.",
-        "call it only where doing_recompute() is True, or use `data = save_for_recompute(data)`, which works in both "
-        "phases.",
+        "call it only where doing_recompute() is True, or use `(data,) = save_for_recompute(data)`, which works in "
+        "both phases.",
     )
 
 

@@ -56,6 +56,18 @@ def test_a_saved_tangent() -> None:  # R5
     ]
 
 
+@pytest.mark.parametrize("saves", [False, True])
+def test_what_jax_says_of_a_layer_names_its_line(saves: bool) -> None:
+    def layer(x: Any) -> Any:
+        if saves:
+            save_for_recompute(1)
+        return jnp.sin(x) if x.sum() > 0 else x
+
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        jax.jit(jax.grad(lambda x: remat(layer)(x).sum()))(X)
+    assert f"function layer at {place(layer)} " in str(caught.value).replace(__file__, "test_messages.py")
+
+
 def test_a_branch_that_was_not_saved() -> None:
     @remat(label="gate")
     def layer(x: Any) -> Any:
