@@ -28,7 +28,7 @@ from ._transforms import transformed
 
 __all__ = ["DECIDED", "TorchRun", "is_inside", "is_told", "pack_plainly", "unpack_plainly"]
 
-_TENSORS = backend_of(torch.empty(0))
+_BACKEND = backend_of(torch.empty(0))
 _DEFAULT_PLAN = Offload()
 DECIDED = ("auto", None)
 """Among what a run counts: decisions of `auto`. No scope or region is counted under such a key."""
@@ -109,7 +109,7 @@ class TorchRun(Run):
         if not wanted or self.slot.rows is not None:  # a tape takes the arrays themselves
             return
         for n, backend in enumerate(entry.backends):
-            if backend is _TENSORS:
+            if backend is _BACKEND:
                 moved = self.load().take(entry.leaves[n], always=offload is True, private=True)
                 if moved is not None:
                     entry.leaves[n], entry.backends[n] = moved, MOVED
