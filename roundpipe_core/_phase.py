@@ -26,7 +26,7 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 from ._backend import outside_keeps, outside_saves, without_gradient
 from ._errors import Flip, OptionError, PhaseError, SlotError, message
-from ._places import Place, where
+from ._places import Place
 from ._slots import NOTHING, Entry, Key, Slot, Taken, label_of
 
 __all__ = [
@@ -140,7 +140,7 @@ class Run:
     def get(self, name: str | None, place: Place) -> tuple[Any, ...]:
         self.told()
         if self.phase is not Phase.RECOMPUTE:
-            raise _not_recomputing(place, self.slot.label)
+            raise _not_recomputing(self.slot.label)
         data: tuple[Any, ...] = self._read((self.scope, name), place)
         return data
 
@@ -381,7 +381,7 @@ def save_for_recompute(*data: Any, name: str | None = None, offload: bool | None
         raise OptionError(
             message(
                 f"save_for_recompute: offload must be True, False or None, not {offload!r}.",
-                [("called at", where(_caller()))],
+                [],
                 "where to keep it is an option of the layer: remat(layer, offload=...).",
             )
         )
@@ -440,7 +440,7 @@ def get_recompute_data(name: str | None = None) -> tuple[Any, ...]:
     _check_name(name, "get_recompute_data")
     run = _run()
     if run is None:
-        raise _not_recomputing(_caller(), None)
+        raise _not_recomputing(None)
     return run.get(name, _caller())
 
 
@@ -572,7 +572,7 @@ class layer_scope:  # noqa: N801 - used like a function
             raise OptionError(
                 message(
                     f"layer_scope takes a name, not {name!r}.",
-                    [("called at", where(_caller()))],
+                    [],
                     'pass a string: `with layer_scope("attention"):`.',
                 )
             )
@@ -604,24 +604,24 @@ def _check_name(name: object, function: str) -> None:
         raise OptionError(
             message(
                 f"{function}: name must be a string, not {name!r}.",
-                [("called at", where(_caller(2)))],
+                [],
                 'name the slot by a string, as in name="mask".',
             )
         )
 
 
-def _not_recomputing(place: Place, layer: str | None) -> PhaseError:
+def _not_recomputing(layer: str | None) -> PhaseError:
     inside = [] if layer is None else [("layer", repr(layer))]
     return PhaseError(
         message(
             f"get_recompute_data() was called {'in the forward' if layer else 'outside a recompute'}.",
-            [*inside, ("called at", where(place))],
+            inside,
             "call it only where doing_recompute() is True, or use "
             "`(data,) = save_for_recompute(data)`, which works in both phases.",
         )
     )
 
 
-def _caller(depth: int = 1) -> Place:
-    frame = sys._getframe(depth + 1)
+def _caller() -> Place:
+    frame = sys._getframe(2)
     return frame.f_code.co_filename, frame.f_lineno

@@ -139,7 +139,7 @@ def options_from(
             'pass offload="cpu", or Offload(inputs=True, ...) to say what goes to the host.',
         )
     stop, more = _overrides()
-    contexts = None if context_fn is torch_checkpoint.noop_context_fn else context_fn()
+    contexts = None if context_fn is torch_checkpoint.noop_context_fn else _both(target, context_fn())
     return Options(
         label=label,
         preserve_rng_state=preserve_rng_state,
@@ -168,6 +168,17 @@ def refuse_no_flags(target: Any, options: Mapping[str, Any]) -> None:
             f"context_fn must be a function, not {shown(make)}.",
             "pass one that gives two contexts, for the forward and for the recompute.",
         )
+
+
+def _both(target: Any, given: Any) -> _Contexts:
+    """What context_fn gave: two contexts."""
+    if isinstance(given, (tuple, list)) and [hasattr(type(one), "__exit__") for one in given] == [True, True]:
+        return given[0], given[1]
+    raise wrong_option(
+        target,
+        f"context_fn gave {shown(given)}, not two contexts.",
+        "return two from it, for the forward and for the recompute.",
+    )
 
 
 def _overrides() -> tuple[bool | None, bool | None]:
@@ -279,7 +290,8 @@ def checkpoint_sequential(
     Implements R4: a layer here is one of `functions`.
     """
     layers: list[Any] = list(functions)
-    if not 1 <= segments <= max(len(layers), 1):
+    number: Any = segments
+    if not isinstance(number, int) or not 1 <= number <= max(len(layers), 1):
         raise wrong_option(
             functions,
             f"segments must be from 1 to the number of layers ({len(layers)}), not {segments!r}.",

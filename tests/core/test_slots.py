@@ -747,3 +747,11 @@ def test_a_process_of_multiprocessing_begins_outside_of_layers() -> None:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), worker.exitcode
 
     assert run_alone(Phase.RECOMPUTE, layer) == (3, 4)
+
+
+def test_a_function_of_ours_as_a_callback_tells_the_users_line() -> None:
+    for call in (update_once, recompute_once):
+        phase, slot = open_slot("layer")
+        with pytest.raises(PhaseError) as caught:
+            run(phase, slot, lambda call=call: call(get_recompute_data))
+        assert f"  called at: {here(-1)}" in lines(caught.value)

@@ -317,9 +317,9 @@ def test_sequential_of_functions_and_its_errors() -> None:
     with pytest.raises(OptionError, match=r"segments must be from 1 to the number of layers \(0\), not 2") as caught:
         checkpoint_sequential([], 2, x)
     assert str(caught.value).splitlines()[-1] == "  way out: pass fewer segments, or more layers."
-    for segments in (0, 4, -1):
+    for segments in (0, 4, -1, "2"):
         with pytest.raises(
-            OptionError, match=rf"segments must be from 1 to the number of layers \(3\), not {segments}"
+            OptionError, match=rf"segments must be from 1 to the number of layers \(3\), not {segments!r}"
         ):
             checkpoint_sequential([torch.exp, torch.sin, torch.tanh], segments, x)
 
