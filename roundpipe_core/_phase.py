@@ -25,7 +25,7 @@ from collections.abc import Callable, Set
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 from ._backend import outside_keeps, outside_saves, without_gradient
-from ._errors import Flip, OptionError, PhaseError, SlotError, message
+from ._errors import Flip, OptionError, PhaseError, SlotError, message, shown
 from ._places import Place
 from ._slots import NOTHING, Entry, Key, Slot, Taken, label_of
 
@@ -470,11 +470,15 @@ def recompute_once(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
         traced: T = _traced.recompute_once(lambda: function(*args, **kwargs))
         return traced
     run = _run()
-    if run is None or run.phase is Phase.OFF:
-        result: T = without_gradient(lambda: function(*args, **kwargs))
-        return result if run is not None else _handed_over(result)
-    args, kwargs = run.arguments((args, kwargs))
-    return run.once(lambda: function(*args, **kwargs), function, _caller())
+    try:
+        if run is None or run.phase is Phase.OFF:
+            result: T = without_gradient(lambda: function(*args, **kwargs))
+            return result if run is not None else _handed_over(result)
+        args, kwargs = run.arguments((args, kwargs))
+        return run.once(lambda: function(*args, **kwargs), function, _caller())
+    except TypeError:
+        _refuse_value("recompute_once", function, "of a value that is there, call save_for_recompute(value).")
+        raise
 
 
 def keep(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -502,11 +506,15 @@ def keep(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     Implements R6, R7, R8 and R10. Outside a checkpointed layer it just calls `function`.
     """
     run = _run()
-    if run is None:
-        return _outside(function)(*args, **kwargs)
-    if run.phase is Phase.OFF:
-        return function(*args, **kwargs)
-    return run.keep(function, args, kwargs, _caller())
+    try:
+        if run is None:
+            return _outside(function)(*args, **kwargs)
+        if run.phase is Phase.OFF:
+            return function(*args, **kwargs)
+        return run.keep(function, args, kwargs, _caller())
+    except TypeError:
+        _refuse_value("keep", function, "pass what makes the result, as in keep(attention, q, k, v).")
+        raise
 
 
 def _handed_over(data: T) -> T:
@@ -542,11 +550,15 @@ def update_once(function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -
     Implements R7 and R8.
     """
     run = _run()
-    if run is None or run.phase is Phase.OFF:
-        without_gradient(lambda: function(*args, **kwargs))
-        return
-    args, kwargs = run.arguments((args, kwargs))
-    run.update(lambda: function(*args, **kwargs), function, _caller())
+    try:
+        if run is None or run.phase is Phase.OFF:
+            without_gradient(lambda: function(*args, **kwargs))
+            return
+        args, kwargs = run.arguments((args, kwargs))
+        run.update(lambda: function(*args, **kwargs), function, _caller())
+    except TypeError:
+        _refuse_value("update_once", function, "pass what changes the state, as in update_once(count.add_, 1).")
+        raise
 
 
 class layer_scope:  # noqa: N801 - used like a function
@@ -597,6 +609,13 @@ class layer_scope:  # noqa: N801 - used like a function
         if run is not None:
             run.close_scope(before)
         return False
+
+
+def _refuse_value(asked: str, given: Any, way_out: str) -> None:
+    """Refuse what a function gave, in place of the function: it would be made in both phases."""
+    if not callable(given):
+        what = f"{asked} takes a function and its arguments, not {shown(given)}."
+        raise OptionError(message(what, [], way_out)) from None
 
 
 def _check_name(name: object, function: str) -> None:

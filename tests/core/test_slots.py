@@ -755,3 +755,18 @@ def test_a_function_of_ours_as_a_callback_tells_the_users_line() -> None:
         with pytest.raises(PhaseError) as caught:
             run(phase, slot, lambda call=call: call(get_recompute_data))
         assert f"  called at: {here(-1)}" in lines(caught.value)
+
+
+@pytest.mark.parametrize("call", [recompute_once, keep, update_once])
+def test_a_value_in_place_of_a_function_is_told(call) -> None:
+    def inside():
+        phase, slot = open_slot("layer")
+        run(phase, slot, lambda: call([1, 2]))
+
+    for where in (lambda: call([1, 2]), inside):
+        with pytest.raises(OptionError) as caught:
+            where()
+        assert lines(caught.value)[0] == f"{call.__name__} takes a function and its arguments, not [1, 2]."
+        assert said(caught.value, __file__)[-1].startswith("  way out: ")
+    with pytest.raises(TypeError, match="object is not iterable"):
+        call(lambda: sorted(3))
