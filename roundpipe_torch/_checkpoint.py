@@ -98,8 +98,8 @@ def checkpoint(
         and torch_checkpoint._checkpoint_debug_enabled is None
     ):
         options = _PLAIN if preserve_rng_state else _WITHOUT_RNG
-        if use_reentrant:
-            refuse_no_flags(function, {"use_reentrant": use_reentrant})
+        if use_reentrant and use_reentrant is not True:
+            refuse_no_flags(function, {"use_reentrant": use_reentrant})  # type: ignore[unreachable]
         return run_region(function, args, kwargs, options, use_reentrant or False)
     given = {"use_reentrant": use_reentrant, "debug": debug, "early_stop": early_stop, "context_fn": context_fn}
     refuse_no_flags(function, given)

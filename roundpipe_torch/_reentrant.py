@@ -369,7 +369,7 @@ class _Reentrant(torch.autograd.Function):
         tensors = tuple(t.detach().requires_grad_(t.requires_grad or idles) for t, idles in given)
         begun = node_count()
         outputs = region.replay(tensors)
-        _check_agreement(region.slot.label, grads, outputs)
+        _check_agreement(region.slot, grads, outputs)
         with_grad = [
             (out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None and out.requires_grad
         ]
@@ -385,12 +385,12 @@ class _Reentrant(torch.autograd.Function):
         return found
 
 
-def _check_agreement(layer: str, grads: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor]) -> None:
+def _check_agreement(slot: Slot, grads: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor]) -> None:
     """R10: both phases return tensors of the same number and shapes."""
     if len(outputs) != len(grads):
         raise MismatchError(
             message(
-                f"layer {layer!r}: the forward gave {len(grads)} tensors, the recompute {len(outputs)}.",
+                f"layer {slot.label!r}: the forward gave {len(grads)} tensors, the recompute {len(outputs)}.",
                 [],
                 "return the same structure in both phases.",
             )
@@ -399,7 +399,7 @@ def _check_agreement(layer: str, grads: Sequence[torch.Tensor | None], outputs: 
         if grad is not None and output.shape != grad.shape:
             raise MismatchError(
                 message(
-                    f"layer {layer!r}: output {n} of the forward has the shape {list(grad.shape)}, that of the "
+                    f"layer {slot.label!r}: output {n} of the forward has the shape {list(grad.shape)}, that of the "
                     f"recompute {list(output.shape)}.",
                     [],
                     "save what decides about the shape (indices, a mask, a length), whole.",
