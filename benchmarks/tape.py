@@ -1,8 +1,9 @@
 """Tapes in PyTorch: record, replay, save, load, against copying the same bytes by hand.
 
 Each pair runs in turn, many times. "By hand" is: for record and replay, a forward without a tape and a clone of each
-routing; for save, a file written in one go, synced and renamed; for load, a file read array by array. Save and load
-also take the checksum of every byte. Record and replay are CPU time, save and load wait for the disk and are wall time.
+routing; for save, a file written in one go, synced and renamed, and its folder synced; for load, a file read array by
+array. Save and load also take the checksum of every byte. Record and replay are CPU time, save and load wait for the
+disk and are wall time.
 """
 
 from __future__ import annotations
@@ -66,6 +67,9 @@ def measure(dtype: torch.dtype, tokens: int, folder: Path, rounds: int) -> Itera
             file.writelines(views)
             os.fsync(file.fileno())
         os.replace(folder / "new", raw)
+        descriptor = os.open(folder, os.O_RDONLY)
+        os.fsync(descriptor)  # or the new name may be gone after a crash
+        os.close(descriptor)
 
     def read() -> list[bytes]:
         with open(raw, "rb", buffering=0) as file:

@@ -21,6 +21,7 @@ __all__ = [
     "expand",
     "frontend",
     "frontend_listeners",
+    "host_of",
     "numpys",
     "only_frontend",
     "origin_of",
@@ -253,6 +254,17 @@ def to_host(array: Any) -> HostArray:
     if backend is None:
         raise TypeError(f"{type(array).__name__} is no array")
     return backend.to_host(array)
+
+
+def host_of(array: Any, unreadable: Callable[[str, str], Exception]) -> HostArray:
+    """The bytes of any array; where they cannot be read, the error made of why and of the way out, if one is known."""
+    try:
+        return to_host(array)
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever a framework raises
+        fault, _, better = str(error).partition("\n")[0].partition("; ")
+        raise unreadable(fault, better and f"{better}.") from error
 
 
 def frontend(name: str) -> Frontend | None:

@@ -289,7 +289,7 @@ def _elements(array: HostArray) -> Sequence[Any]:
         code = _COMPLEX[array.dtype]
         return [complex(*pair) for pair in struct.iter_unpack(f"<2{code}", array.data)]
     size = itemsize_of(array.dtype)
-    data = bytes(array.data)
+    data = bytes(array.data).translate(_ALIKE.get(array.dtype))
     return [data[n : n + size] for n in range(0, len(data), size)]
 
 
@@ -300,6 +300,13 @@ def _row(array: HostArray, row: int, width: int) -> Sequence[Any]:
 
 _FLOATS = {"float16": "e", "float32": "f", "float64": "d"}
 _COMPLEX = {"complex64": "f", "complex128": "d"}
+_ALIKE = {  # of floats of a byte: every NaN as one, and -0 as 0 where there is one
+    dtype: bytes(nan if byte in nans else 0 if byte == zero else byte for byte in range(256))
+    for dtype, nans, nan, zero in (
+        ("float8_e4m3fn", (0x7F, 0xFF), 0x7F, 0x80),
+        ("float8_e5m2", (0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF), 0x7F, 0x80),
+    )
+}
 
 
 def _margin(one: _Side, other: _Side, mine: Any, yours: Any, flipped: Sequence[int]) -> float | None:

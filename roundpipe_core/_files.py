@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
+import itertools
+import mmap
 import os
 import secrets
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from io import BytesIO, FileIO
 
 from ._errors import TapeError, message
 
-__all__ = ["Path", "opened", "read_at", "read_exactly", "replacing", "write_all"]
+__all__ = ["Path", "new_memory", "opened", "read_exactly", "read_into", "replacing", "set_out", "write_all"]
 
 Path = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 _PART = 1 << 30  # no system takes more than 2 GiB in one call
+_PARTS = 512  # nor more pieces
+_LARGE = 2 << 20  # bytes of a large page
 _seeking = threading.Lock()
 
 
@@ -47,24 +52,57 @@ def read_exactly(file: FileIO | BytesIO, size: int) -> bytes:
     return b"".join(parts)
 
 
-def read_at(file: FileIO, begin: int, size: int) -> bytes:
-    """`size` bytes from `begin` on; fewer only where the file ends. Several threads may do so at once."""
-    if not hasattr(os, "pread"):  # Windows
-        with _seeking:
-            file.seek(begin)
-            return read_exactly(file, size)
-    whole = os.pread(file.fileno(), min(size, _PART), begin)
-    while len(whole) < size and (more := os.pread(file.fileno(), min(size - len(whole), _PART), begin + len(whole))):
-        whole += more
-    return whole
+def read_into(memory: memoryview, file: FileIO, begin: int) -> int:
+    """Fill `memory` from `begin` on, and tell how far; it ends only where the file does. Several threads may do so."""
+    at = 0
+    while at < memory.nbytes and (got := _read_part(memory[at : at + _PART], file, begin + at)):
+        at += got
+    return at
 
 
-def write_all(file: FileIO | BytesIO, data: memoryview | bytes) -> None:
-    """Write `data`, in as many steps as the system needs."""
-    rest = memoryview(data).cast("B")
-    while rest.nbytes:
-        written = file.write(rest[:_PART])
-        rest = rest[written:]
+def _read_part(memory: memoryview, file: FileIO, begin: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(file.fileno(), [memory], begin)
+    with _seeking:  # Windows
+        file.seek(begin)
+        return file.readinto(memory)
+
+
+def new_memory(size: int) -> memoryview:
+    """`size` bytes. Many are in large pages, where the system has such: it gives small ones more slowly than they fill.
+
+    A mapping of whole large pages begins at one; what the last has too much is never touched.
+    """
+    large = size // _LARGE * _LARGE
+    with contextlib.suppress(AttributeError, OSError):  # what no other system has, or this one refuses
+        if large:
+            pages = mmap.mmap(-1, -(-size // _LARGE) * _LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages.madvise(mmap.MADV_HUGEPAGE, 0, large)
+            return memoryview(pages)[:size]
+    return memoryview(bytearray(size))
+
+
+def set_out(file: FileIO, begin: int, end: int) -> None:
+    """Have the system begin to write these bytes to the disk, so that it works beside what comes next."""
+    with contextlib.suppress(AttributeError, OSError):  # only Linux can be told so, by saying that nobody reads them
+        os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
+
+
+def write_all(file: FileIO | BytesIO, parts: Iterable[memoryview | bytes]) -> None:
+    """Write `parts` one after the other, in as few steps as the system takes: it keeps large ones in large pages."""
+    rest = collections.deque(memoryview(part).cast("B") for part in parts)
+    while rest:
+        written = _write_some(file, list(itertools.islice(rest, _PARTS)))
+        while rest and written >= rest[0].nbytes:
+            written -= rest.popleft().nbytes
+        if written:
+            rest[0] = rest[0][written:]
+
+
+def _write_some(file: FileIO | BytesIO, parts: list[memoryview]) -> int:
+    if isinstance(file, FileIO) and hasattr(os, "writev"):
+        return os.writev(file.fileno(), parts)
+    return file.write(parts[0][:_PART])
 
 
 @contextlib.contextmanager
@@ -77,6 +115,8 @@ def replacing(path: Path) -> Iterator[FileIO]:
     name = os.fsdecode(path)
     if not name:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+    if not os.path.basename(name):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
     target = os.path.realpath(name)
     before = _status(target)
     if before is not None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import importlib
 import math
+import numbers
 import operator
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ._backend import backend_of, to_host
+from ._backend import backend_of, host_of, to_host
 from ._errors import OptionError, TapeError, message
 from ._host import DTYPES, HostArray, integers_of, itemsize_of, kind_of
 from ._replay import numbered
@@ -54,12 +55,12 @@ def from_routing(
     _refuse_other_tokens(lead, lengths, shape, flags)
     aligned = math.prod(lead) == len(flags)
     real = [n for n, flag in enumerate(flags) if flag] if aligned else range(math.prod(lead))
-    refuse_blank(whole, lead, real, experts)
+    refuse_blank(whole, lead, real, experts, dtype)
     if mask is not None:
         whole, lead = _padded(whole, lead, shape, flags, _fill(padding, experts, math.prod(tail)))
     refuse_outside(whole, lead, experts, dtype, flags.count(1))
     whole = _narrowed(whole, experts)
-    root = Region(OUTSIDE, given=False)
+    root = Region(OUTSIDE, given=regions and layers is not None)
     for n, array in enumerate(_by_layer(whole, lead, tail)):
         decision = Decision(((), name), *_data(array, name), None, experts)
         decision.checked = True
@@ -109,7 +110,8 @@ def _tokens(routing: Any) -> tuple[list[int] | None, HostArray]:
             )
         low = min((min(ends) for part in parts if (ends := integer_extremes(part))), default=0)
         high = max((max(ends) for part in parts if (ends := integer_extremes(part))), default=0)
-        dtype = _holding(low, high)
+        kinds = {part.dtype for part in parts}
+        dtype = kinds.pop() if len(kinds) == 1 else _holding(low, high)
         data = b"".join(bytes(_cast(part, dtype).data) for part in parts)
         lengths = [part.shape[0] for part in parts]
         return lengths, HostArray(dtype, (sum(lengths), *parts[0].shape[1:]), memoryview(data), ORIGIN)
@@ -139,7 +141,14 @@ def _host(given: Any) -> HostArray:
     dtype = backend.described(given)[0]
     if dtype not in DTYPES:
         raise wrong(f"{dtype}, not integers", "give the indices of experts, of several sequences as a list of arrays.")
-    return backend.to_host(given)
+    return host_of(given, _unreadable)
+
+
+def _unreadable(fault: str, better: str) -> TapeError:
+    return wrong(
+        f"an array whose values cannot be read: {fault}",
+        better or "make the tape outside of jit and vmap, of a plain array that has values.",
+    )
 
 
 def _of_lists(values: Any) -> HostArray:
@@ -152,11 +161,17 @@ def _of_lists(values: Any) -> HostArray:
 
 
 def _flattened(values: Any, flat: list[int]) -> tuple[int, ...]:
-    if isinstance(values, int):
+    if isinstance(values, numbers.Integral):
         flat.append(int(values))
         return ()
     if not isinstance(values, (list, tuple)):
-        raise wrong(f"{type(values).__name__} among its numbers", "give an array of integers, or lists of integers.")
+        raise wrong(
+            f"{type(values).__name__} among its numbers",
+            "decode the text and give it a shape, as in numpy.frombuffer(base64.b64decode(text), 'int32').reshape(-1, "
+            "layers, top_k); the engine says which type it has."
+            if isinstance(values, (str, bytes, bytearray, memoryview))
+            else "give an array of integers, or lists of integers.",
+        )
     shapes = {_flattened(value, flat) for value in values}
     if len(shapes) > 1:
         raise wrong("lists of several lengths", "give a list of arrays, one a sequence, with the mask of the batch.")

@@ -58,7 +58,11 @@ class Decision:
 
 
 class Region:
-    """One call of a checkpointed layer. `given` tells whether the user chose its label."""
+    """One call of a checkpointed layer.
+
+    `given` tells whether the user chose its label; of the outermost, whether they named the layers that decide, so
+    that others have nothing in it.
+    """
 
     __slots__ = ("decisions", "given", "label", "regions", "rows", "scope")
 
@@ -281,7 +285,8 @@ class Tape:
                 for layers whose decision has no axis of choices: an array of any framework, or lists. A list of arrays
                 is one a sequence; they are joined.
             experts: how many there are. Every index has to be from 0 to `experts` - 1.
-            layers: the labels of the checkpointed layers that route. None: the layers are found by their order.
+            layers: the labels of the checkpointed layers that route, as `entries` of a recorded run shows them; others
+                decide nothing. None: the layers are found by their order, and each checkpointed layer routes.
             name: under which the layers save their indices; ``"recompute_once(route)"`` where they are what
                 `recompute_once` gave.
             mask: where the batch that is replayed has tokens, ``[batch, length]`` or ``[tokens]`` of bools or of 0

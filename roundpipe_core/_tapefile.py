@@ -21,25 +21,26 @@ Arrays of dtypes that safetensors lacks are kept as bytes, U8, with an axis more
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import math
 import mmap
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from io import BytesIO, FileIO
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from ._backend import backend_of, expand, origin_of, to_host
+from ._backend import backend_of, expand, host_of, origin_of
 from ._errors import TapeError, message
-from ._files import Path, opened, read_at, replacing, write_all
+from ._files import Path, new_memory, opened, read_into, replacing, set_out, write_all
 from ._host import DTYPES, HostArray, itemsize_of
 from ._places import Place
 from ._safetensors import HEADER_LIMIT, FaultError, Held, parsed_json, read_header, table
 from ._slots import spoken
 from ._tape import Decision, Region, Tape, at_layer, described
+from ._threads import begun, each
 from ._trees import flatten, paths
 from ._values import COUNTS_LIMIT, NESTING_LIMIT, NotHeldError, Reader, encoded, plain
 
@@ -47,8 +48,9 @@ __all__ = ["VERSION", "dumped", "load", "loaded", "save"]
 
 VERSION = "1"
 FORMAT = "roundpipe_tape"
-_READING = 4  # threads, which also take the checksums. Most of the time goes into new pages of memory
-_GROUP = 2 << 20  # bytes that are handed to a thread at a time: a checksum of less costs less than the handing over
+_READING = 4  # threads, which also take the checksums
+_GROUP = 8 << 20  # bytes that are handed to a thread at a time, and that lie in one piece of memory when they are read
+_WORD = 8  # bytes of the widest element that has to lie at a multiple of its size
 _UNKNOWN = "0" * 8
 
 
@@ -75,10 +77,6 @@ def _groups(arrays: Iterable[_Array]) -> Iterator[list[_Array]]:
             group, size = [], 0
     if group:
         yield group
-
-
-def _checksums(parts: Sequence[Any]) -> list[str]:
-    return [_crc32(data) for data in parts]
 
 
 def _crc32(data: Any) -> str:
@@ -115,17 +113,20 @@ class _Stored(NamedTuple):
 def save(tape: Tape, path: Path) -> None:
     """Write `tape` to `path`: wholly, or not at all."""
     with replacing(path) as file:
-        _write(tape, file, lambda: os.fsync(file.fileno()))
+        _write(tape, file, set_out)
 
 
 def dumped(tape: Tape) -> bytes:
     """What `save` would write."""
     file = BytesIO()
-    _write(tape, file, None)
+    _write(tape, file, lambda *_: None)
     return file.getvalue()
 
 
-def _write(tape: Tape, file: FileIO | BytesIO, sync: Callable[[], None] | None) -> None:
+_File = TypeVar("_File", FileIO, BytesIO)
+
+
+def _write(tape: Tape, file: _File, written: Callable[[_File, int, int], None]) -> None:
     if sum(len(decision.counts) for _, _, decision in tape.decisions()) > COUNTS_LIMIT:
         raise TapeError(
             message(
@@ -139,22 +140,26 @@ def _write(tape: Tape, file: FileIO | BytesIO, sync: Callable[[], None] | None) 
     sums = dict.fromkeys((stored.name for stored in arrays), _UNKNOWN)
     ordered = sorted(arrays, key=lambda stored: -stored.size)  # so that each begins at a multiple of its own size
     head = _head(root, arrays, ordered, sums)
-    with ThreadPoolExecutor(2) as pool:
-        file.seek(len(head))
-        synced: Future[None] | None = None
-        for n, group in enumerate(_groups(ordered)):
-            if n and sync is not None and (synced is None or synced.done()):
-                synced = pool.submit(sync)  # the disk works too while the rest is written
-            parts = [_bytes_of(stored) for stored in group]
-            checksums = pool.submit(_checksums, parts)  # while they are written
-            for data in parts:
-                write_all(file, data)
-            sums.update(zip((stored.name for stored in group), checksums.result(), strict=True))
-        head = _head(root, arrays, ordered, sums)
-        if synced is not None:
-            synced.result()
-        file.seek(0)
-        write_all(file, head)
+    begin = file.seek(len(head))
+    for group in _groups(ordered):
+        parts = {stored.name: _bytes_of(stored) for stored in group}
+        wait = begun(functools.partial(_sum_up, parts, sums))
+        try:
+            write_all(file, parts.values())
+        finally:
+            wait()
+        end = file.tell()
+        written(file, begin, end)
+        begin = end
+    head = _head(root, arrays, ordered, sums)
+    file.seek(0)
+    write_all(file, [head])
+
+
+def _sum_up(parts: dict[str, memoryview], sums: dict[str, str]) -> None:
+    """Take the checksums of `parts`, while they are written."""
+    for name, data in parts.items():
+        sums[name] = _crc32(data)
 
 
 def _head(root: Any, arrays: list[_Stored], ordered: list[_Stored], sums: dict[str, str]) -> bytes:
@@ -187,20 +192,14 @@ def _json(value: Any) -> str:
 
 
 def _bytes_of(stored: _Stored) -> memoryview:
-    try:
-        host = to_host(stored.leaf)
-    except MemoryError:
-        raise
-    except Exception as error:  # whatever a framework raises for arrays that have no values here
-        fault, _, better = str(error).partition("\n")[0].partition("; ")
-        raise _not_held(
+    def unreadable(fault: str, better: str) -> TapeError:
+        return _not_held(
             stored.where,
             f"an array whose values cannot be read: {fault}",
-            f"{better}."
-            if better
-            else "save the tape outside of jit and vmap: return it from the function, and save what comes back.",
-        ) from error
-    return host.data
+            better or "save the tape outside of jit and vmap: return it from the function, and save what comes back.",
+        )
+
+    return host_of(stored.leaf, unreadable).data
 
 
 def _region(region: Region, path: tuple[str, ...], arrays: list[_Stored], depth: int) -> Any:
@@ -367,54 +366,64 @@ class _Listed(NamedTuple):
         return listed
 
 
-_Read = Callable[[Held], bytes | memoryview]
-"""Gives the bytes of an array."""
+_Read = Callable[[int, int], memoryview]
+"""Gives the bytes of arrays, from a place to another."""
 
 
 def _arrays(read: _Read, listed: list[_Listed], held: dict[str, Held]) -> list[Any]:
     """The arrays in the tape's order."""
 
     def checked(group: list[_Listed]) -> list[Any]:
-        return [_checked(entry, read(held[entry.name])) for entry in group]
+        places = [held[entry.name] for entry in group]
+        begin = places[0].begin
+        data = read(begin, places[-1].end)
+        return [
+            _checked(entry, data[kept.begin - begin : kept.end - begin], kept.begin)
+            for entry, kept in zip(group, places, strict=True)
+        ]
 
-    groups = list(_groups(sorted(listed, key=lambda entry: held[entry.name].begin)))
-    with ThreadPoolExecutor(_READING) as pool:
-        arrays = [array for group in pool.map(checked, groups) for array in group]
+    groups = list(_groups(sorted(listed, key=lambda entry: (held[entry.name].begin, held[entry.name].end))))
+    arrays = [array for group in each(checked, groups, _READING) for array in group]
     of = dict(zip((entry.name for group in groups for entry in group), arrays, strict=True))
     return [of[entry.name] for entry in listed]
 
 
-def _checked(entry: _Listed, data: bytes | memoryview) -> Any:
+def _checked(entry: _Listed, data: memoryview, begin: int) -> Any:
     if _crc32(data) != entry.crc32:
         raise FaultError(f"array {entry.name[:80]!r} is damaged: the checksum differs")
+    if begin % min(itemsize_of(entry.dtype), _WORD):  # after another program has put them in another order
+        data = memoryview(bytes(data))
     return _array(entry, data)
 
 
-def _read(file: FileIO, begin: int) -> _Read:
-    """Read the arrays, which begin at `begin`, into memory."""
-    return lambda kept: _whole(read_at(file, begin + kept.begin, kept.end - kept.begin), kept)
+def _read(file: FileIO, start: int) -> _Read:
+    """Read the arrays, which begin at `start`, into memory."""
+
+    def read(begin: int, end: int) -> memoryview:
+        ahead = begin % _WORD  # elements lie across no boundaries in memory, if they do not in the file
+        memory = new_memory(ahead + end - begin)[ahead:]
+        return _whole(memory[: read_into(memory, file, start + begin)], end - begin).toreadonly()
+
+    return read
 
 
-def _mapped(file: FileIO, begin: int) -> _Read:
+def _mapped(file: FileIO, start: int) -> _Read:
     """Map the file: its pages are read when they are used, and belong to the system."""
-    return _of_pages(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)), begin)
+    return _of_pages(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)), start)
 
 
-def _of_pages(pages: memoryview, begin: int) -> _Read:
-    return lambda kept: _whole(pages[begin + kept.begin : begin + kept.end], kept)
+def _of_pages(pages: memoryview, start: int) -> _Read:
+    return lambda begin, end: _whole(pages[start + begin : start + end], end - begin)
 
 
-_Bytes = TypeVar("_Bytes", bytes, memoryview)
-
-
-def _whole(data: _Bytes, kept: Held) -> _Bytes:
-    if len(data) != kept.end - kept.begin:
+def _whole(data: memoryview, size: int) -> memoryview:
+    if len(data) != size:
         raise FaultError("it became shorter while it was read")
     return data
 
 
-def _array(entry: _Listed, data: bytes | memoryview) -> Any:
-    host = HostArray(entry.dtype, entry.shape, memoryview(data), entry.origin)
+def _array(entry: _Listed, data: memoryview) -> Any:
+    host = HostArray(entry.dtype, entry.shape, data, entry.origin)
     if entry.origin != "numpy":
         return host
     try:

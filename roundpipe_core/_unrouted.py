@@ -23,29 +23,60 @@ def wrong(what: str, way_out: str) -> TapeError:
     return TapeError(message(f"the routing has {what}.", [], way_out))
 
 
-def refuse_blank(whole: HostArray, lead: tuple[int, ...], real: Sequence[int], experts: int) -> None:
-    """Refuse expert 0 for all choices of all layers of one of the `real` tokens, or of all tokens in one layer.
+def refuse_blank(whole: HostArray, lead: tuple[int, ...], real: Sequence[int], experts: int, dtype: str) -> None:
+    """Refuse one expert for all choices of all layers of one of the `real` tokens, or of all tokens in one layer.
 
-    Of one choice a token nothing can be said: expert 0 is then an expert like another. Nor where routing that was
-    drawn at random, as in a test, would have such zeros with more than `_CHANCE`.
+    That is expert 0, as in a buffer that nobody filled, and the expert that -1 is in `dtype`, that of the routing as it
+    was given. Of one choice a token nothing can be said: it is then an expert like another. Nor where routing that was
+    drawn at random, as in a test, would have the same with more than `_CHANCE`.
     """
+    _refuse_nothing_but(whole, lead, real, experts, 0, "zeros")
+    last = _minus_one_in(dtype)
+    if last is not None and last < experts:
+        _refuse_nothing_but(whole, lead, real, experts, last, f"-1 in {dtype}")
+        _refuse_unfilled(whole, lead, real, experts, last, dtype)
+
+
+def _refuse_nothing_but(
+    whole: HostArray, lead: tuple[int, ...], real: Sequence[int], experts: int, expert: int, sign: str
+) -> None:
     count_L, *tail = whole.shape[len(lead) :]
     count_K, count_T = math.prod(tail), len(real)
-    data, width = bytes(whole.data), count_K * itemsize_of(whole.dtype)
-    if count_K < 2 or bytes(width) not in data:
+    data, blank = bytes(whole.data), expert.to_bytes(itemsize_of(whole.dtype), "little") * count_K
+    if count_K < 2 or blank not in data:
         return
-    each = count_L * width
+    width, empty = len(blank), blank * count_L
+    each = len(empty)
     for n in real if _is_no_chance(count_T, count_L * count_K, experts) else ():
-        if not data[n * each : (n + 1) * each].strip(b"\0"):
+        if data[n * each : (n + 1) * each] == empty:
             raise wrong(
-                f"nothing but expert 0 at {_spot(n, lead)}, in every layer: zeros where the engine has no record",
+                f"nothing but expert {expert} at {_spot(n, lead)}, in every layer: {sign} where the engine has no "
+                "record",
                 "a router chooses different experts. Mark the tokens that were routed by mask=, and say by padding= "
                 "what the others get.",
             )
     for layer in range(count_L if count_L > 1 and _is_no_chance(count_L, count_T * count_K, experts) else 0):
         begin = layer * width
-        if not any(data[n * each + begin : n * each + begin + width].strip(b"\0") for n in real):
-            raise wrong(f"nothing but expert 0 in layer {layer}, for every token", _LEAVE_OUT)
+        if all(data[n * each + begin : n * each + begin + width] == blank for n in real):
+            raise wrong(f"nothing but expert {expert} in layer {layer}, for every token", _LEAVE_OUT)
+
+
+def _refuse_unfilled(
+    whole: HostArray, lead: tuple[int, ...], real: Sequence[int], experts: int, expert: int, dtype: str
+) -> None:
+    """Refuse a choice that no token made in any layer: the engine's buffer had more room than its router needs."""
+    count_L, *tail = whole.shape[len(lead) :]
+    count_K = math.prod(tail)
+    values, each = integers_of(whole), count_L * count_K
+    if not _is_no_chance(count_K, len(real) * count_L, experts):
+        return
+    for k in range(count_K if count_K > 1 else 0):
+        if all(values[n * each + at] == expert for n in real for at in range(k, each, count_K)):
+            raise wrong(
+                f"nothing but expert {expert} as choice {k} of every token, in every layer: -1 in {dtype}",
+                "a router chooses different experts: leave out the choices that it does not make, as in "
+                "routing[..., :6], or take the routing in a wider type where it is made, such as int16.",
+            )
 
 
 def _is_no_chance(tries: int, choices: int, experts: int) -> bool:
@@ -78,7 +109,11 @@ def refuse_outside(whole: HostArray, lead: tuple[int, ...], experts: int, dtype:
             f"{value} at {spot}: a number too large for {dtype}, which made a negative one of it",
             "take the routing in a wider type where it is made, such as int16.",
         )
-    raise wrong(f"expert {value} of {experts} at {spot}", "give the number of experts of the model.")
+    raise wrong(
+        f"expert {value} of {experts} at {spot}",
+        "give the number of experts of the model, if it has more; where an engine counts shared experts among them, or "
+        "the copies that it keeps of some, give the numbers that the model's router has.",
+    )
 
 
 def _minus_one_in(dtype: str) -> int | None:

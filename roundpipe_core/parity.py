@@ -7,6 +7,7 @@ differs, and nothing is proven. With the original's decisions replayed in the po
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Number
 from typing import Any, NamedTuple
 
 from ._backend import Frontend, backend_of, expand, frontend, origin_of
@@ -183,22 +184,22 @@ def _distance(one: Any, two: Any) -> float:
         return 0.0
     if described(one)[1] != described(two)[1]:
         return float("inf")
-    if isinstance(one, _NUMBER) or isinstance(two, _NUMBER):
+    if isinstance(one, Number) or isinstance(two, Number):
         return _of_numbers(one, two)
     if backend_of(one) is None or backend_of(two) is None:
         return float("inf")
     return _in_one_framework(one, two)
 
 
-_NUMBER = int | float | complex
-
-
-def _of_numbers(one: Any, two: Any) -> float:
-    """One of the two, at least, is a number of Python; the other may be an array without axes."""
-    one, two = (value if backend_of(value) is None else value.item() for value in (one, two))
-    if not (isinstance(one, _NUMBER) and isinstance(two, _NUMBER)):
+def _of_numbers(*sides: Any) -> float:
+    """One of the two, at least, is a number of Python or numpy; the other may be an array without axes."""
+    one, two = (value if backend_of(value) is None else value.item() for value in sides)
+    if not all(isinstance(value, Number) for value in (one, two)):
         return float("inf")
-    return float(abs(one - two) / (abs(one) or 1))
+    try:
+        return float(abs(one - two) / (abs(one) or 1))
+    except (OverflowError, TypeError):  # beyond all floats; of kinds that Python does not subtract
+        return float("inf")
 
 
 def _in_one_framework(one: Any, two: Any) -> float:

@@ -96,8 +96,10 @@ class TorchBackend:
         return without_gradient(function)
 
     def described(self, array: torch.Tensor) -> tuple[str, tuple[int, ...]]:
-        shape = () if array.is_nested and array.layout is torch.strided else tuple(array.shape)  # that kind has none
-        return str(array.dtype).removeprefix("torch."), shape
+        dtype = str(array.dtype).removeprefix("torch.")
+        if array.is_nested and array.layout is torch.strided:  # which has no shape
+            return dtype, (array.size(0), *[None] * (array.dim() - 1))  # type: ignore[arg-type]
+        return dtype, tuple(array.shape)
 
     def extremes(self, array: torch.Tensor) -> tuple[int, ...] | None:
         if array.is_meta or type(array) is FakeTensor:
@@ -154,10 +156,10 @@ def _no_bytes(array: torch.Tensor) -> str | None:
         return "a tensor without values, on the meta device; record a run on a device that has values"
     if array.is_meta or isinstance(array, FakeTensor):
         return "a tensor without values (meta, fake, or traced)"
-    if array.is_nested and array.layout is torch.strided:
-        return "a nested tensor; save its parts, array.unbind()"
     if torch._C._functorch.is_functorch_wrapped_tensor(array):
         return "a tensor inside of a torch.func transform"
+    if array.is_nested:
+        return "a nested tensor; take it apart, tensor.unbind()"
     if array.layout is not torch.strided or array.is_quantized:
         return f"a tensor of layout {array.layout}; save its indices and values"
     if type(array).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import copy_context
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -57,6 +57,7 @@ from ._verify import Audit
 
 __all__ = ["Frame", "Options"]
 
+T = TypeVar("T")
 
 _NO_CONTEXT = contextlib.nullcontext()
 _NOTHING = object()
@@ -81,25 +82,25 @@ class Holder:
     """What autograd keeps instead of a tensor: its place in a frame, and its value between recompute and use."""
 
     __slots__ = ("__weakref__", "doubt", "frame", "index", "value", "version")
+    frame: Frame
+    index: int
+    value: torch.Tensor | None
     version: int  # of the value
-
-    def __init__(self, frame: Frame, index: int) -> None:
-        self.frame = frame
-        self.index = index
-        self.value: torch.Tensor | None = None
-        self.doubt: RoundPipeError | Leaf | str | None = None
-        """What speaks against the value; or the kind of node that saved it, of a partner found by order alone."""
+    doubt: RoundPipeError | Leaf | str | None
+    """What speaks against the value; or the kind of node that saved it, of a partner found by order alone."""
 
 
 class _Recomputed:
     """What the recompute's own graph keeps: the tensor itself."""
 
     __slots__ = ("__weakref__", "recompute", "value", "version")
+    recompute: _Recompute
+    value: torch.Tensor
+    version: int
 
-    def __init__(self, recompute: _Recompute, value: torch.Tensor) -> None:
-        self.recompute = recompute
-        self.value = value
-        self.version = value._version
+
+_new: Callable[[type[T]], T] = object.__new__
+"""A holder, to be filled. Two are made for each tensor saved, and a call of `__init__` takes as long as the rest."""
 
 
 class _Stop(BaseException):
@@ -235,10 +236,9 @@ class Frame:
         return left_since(mark, self._function, args, kwargs)
 
     def _pack(self, tensor: torch.Tensor) -> Holder:
-        trace = self.trace
-        n = len(trace.packs)
-        holder = Holder(self, n)
-        trace.add(n, holder, tensor)
+        holder = _new(Holder)
+        holder.frame, holder.value, holder.doubt = self, None, None
+        holder.index = self.trace.add(holder, tensor)
         return holder
 
     def _pack_seen(self, witnesses: tuple[Trace, ...], tensor: torch.Tensor) -> Holder:
@@ -335,14 +335,15 @@ class Frame:
     def fill(self, pairs: Pairs, recompute: Trace) -> None:
         """Give the holders still alive the values of their partners."""
         forward = self.trace
+        holders, partners = forward.refs, recompute.refs
         weights, again = forward.leaves, recompute.leaves
-        alike = weights == again and not (forward.layouts or recompute.layouts)
+        differ = weights != again or forward.layouts or recompute.layouts
         for ours, theirs in pairs.items():
-            holder, partner = forward.refs[ours](), recompute.refs[theirs]()
-            if holder is not None and partner is not None:
-                holder.value, holder.version, holder.doubt = partner.value, partner.version, None
-                if alike and ours == theirs:
-                    continue
+            holder, partner = holders[ours](), partners[theirs]()
+            if holder is None or partner is None:
+                continue
+            holder.value, holder.version, holder.doubt = partner.value, partner.version, None
+            if ours != theirs or differ:
                 then, now = weights.get(ours), again.get(theirs)
                 if then != now:
                     holder.doubt = self._leaf_fault(ours, then, now, partner.value)
@@ -511,13 +512,14 @@ class _Recompute:
         return outputs, audit
 
     def _pack(self, tensor: torch.Tensor) -> _Recomputed:
-        partner = _Recomputed(self, tensor.detach() if tensor.requires_grad else tensor)
+        partner = _new(_Recomputed)
+        partner.recompute = self
+        partner.value = value = tensor.detach() if tensor.requires_grad else tensor
+        partner.version = value._version
         if self.done:  # the layer runs on, for nothing
             return partner
         trace = self.trace
-        n = len(trace.packs)
-        trace.add(n, partner, tensor)
-        if n - trace.starts[-1] == self._stop_offset and self._complete():
+        if trace.add(partner, tensor) - trace.starts[-1] == self._stop_offset and self._complete():
             self.done = True
             if not ((self.frame.runs_out and _proxies(_PROXY) is None) or _draws_late()):
                 raise _Stop(self)

@@ -157,10 +157,10 @@ class Trace:
             self.told_at, self._untold = node_count() - self.begun, len(self.packs)
             self._located_from = min(self._located_from, self._untold)
 
-    def add(self, n: int, holder: Any, tensor: torch.Tensor) -> None:
-        """Note a pack, the `n`th."""
-        nodes = node_count() - self.base
-        dtype = tensor.dtype
+    def add(self, holder: Any, tensor: torch.Tensor) -> int:
+        """Note a pack. Returns its number."""
+        packs, dtype = self.packs, tensor.dtype
+        n = len(packs)
         self.refs.append(ref(holder))
         if tensor.requires_grad:
             if tensor.is_leaf:
@@ -169,14 +169,15 @@ class Trace:
                 self._weight(n, tensor if base is None else base)
         elif self._of is None:
             self._constant(n, tensor)
-        line = self._located(n, tensor) if n >= self._located_from else None
+        nodes, line = node_count() - self.base, self._located(n, tensor) if n >= self._located_from else None
         try:
-            self.packs.append((tensor.shape, dtype, tensor.device, nodes, line))
+            packs.append((tensor.shape, dtype, tensor.device, nodes, line))
         except RuntimeError:
             if not tensor.is_nested:  # such a one has no shape, if it is strided
                 raise
             shape = torch.Size(tensor._nested_tensor_size().flatten().tolist())
-            self.packs.append((shape, dtype, tensor.device, nodes, line))
+            packs.append((shape, dtype, tensor.device, nodes, line))
+        return n
 
     def _weight(self, n: int, whole: torch.Tensor) -> None:
         """Note the weight that pack `n` is a view or a cast of: a linear layer saves such, and under autocast so."""
@@ -207,7 +208,7 @@ class Trace:
     def witness(self, tensor: torch.Tensor) -> None:
         """Note a pack for its layout or version alone: one of a region inside, or one that nothing is matched with."""
         if self.told_at >= 0:
-            self.add(len(self.packs), self, tensor)
+            self.add(self, tensor)
         elif not tensor.requires_grad:
             self._constant(len(self.constants), tensor)
 

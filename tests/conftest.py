@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from collections.abc import Iterator
 
@@ -25,6 +26,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def libraries_are_no_garbage() -> None:
+    """Many a test collects what is garbage, and need not walk over all that is loaded by now."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

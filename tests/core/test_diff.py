@@ -116,11 +116,18 @@ def test_bfloat16_is_equal_where_its_floats_are() -> None:
     assert not diff(tape(bf16(0.0, 1.5)), tape(np.array([0, 1.5], "float32")))
 
 
-def test_types_of_eight_bits_are_compared_by_their_bits() -> None:
-    def float8(*values: int) -> HostArray:
-        return HostArray("float8_e4m3fn", (len(values),), memoryview(bytes(values)), "torch")
-
-    assert diff(tape(float8(1, 2, 3)), tape(float8(7, 2, 4)))[0].flipped_rows == (0, 2)
+@pytest.mark.parametrize(
+    ("dtype", "one", "other", "flipped"),
+    [
+        ("float8_e4m3fn", (1, 2, 3, 0x7F, 0x80), (7, 2, 4, 0xFF, 0), (0, 2)),
+        ("float8_e5m2", (0x7C, 0xFD, 0x80, 0x7C), (0x7C, 0x7E, 0, 0x7D), (3,)),  # infinity is none of the NaNs
+        ("float8_e5m2fnuz", (0x80, 0xFF, 0), (0x80, 0x7F, 0x80), (1, 2)),  # whose only NaN is 0x80
+        ("float8_e8m0fnu", (0x80, 0xFF), (0, 0xFF), (0,)),  # which has no sign
+    ],
+)
+def test_floats_of_a_byte(dtype: str, one: tuple[int, ...], other: tuple[int, ...], flipped: tuple[int, ...]) -> None:
+    ours, theirs = (HostArray(dtype, (len(values),), memoryview(bytes(values)), "torch") for values in (one, other))
+    assert diff(tape(ours), tape(theirs))[0].flipped_rows == flipped
 
 
 def test_plain_values() -> None:

@@ -620,7 +620,7 @@ def test_what_a_tape_has_too_little_of_is_listed() -> None:
     assert (
         way_out
         == "  way out: save under the same names and scopes in the model that is recorded and the one that replays; "
-        "routing is under the name that Tape.from_routing(name=...) was given."
+        "routing is under the name= that from_routing was given."
     )
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from roundpipe_core import OptionError, Tape, TapeError, layer_scope, recompute_once, record, replay, save_for_recompute
 from roundpipe_core._backend import numpys
 from roundpipe_core._phase import Run, open_slot, thread
+from roundpipe_core._slots import AutoLabel
 from tests.said import said
 
 ROOT = Path(__file__).parents[2]
@@ -154,6 +155,44 @@ def test_layers_find_theirs_by_label() -> None:
             assert got.dtype == np.int64
 
 
+def test_layers_that_do_not_route_have_nothing_where_those_that_do_are_named(tmp_path: Path) -> None:
+    """The dense ones that many models begin with."""
+    given_TLK = routing(layers=2)
+    path = tmp_path / "a.tape"
+    Tape.from_routing(given_TLK, experts=8, layers=["moe 1", "moe 2"], name="experts").save(path)
+
+    with replay(Tape.load(path)):
+        for label, n in [("dense", None), ("moe 1", 0), ("dense", None), ("moe 2", 1)]:
+            if n is None:
+                layer(label, lambda: None)
+                continue
+            (got,) = layer(label, lambda: save_for_recompute(np.zeros((5, 2), "int64"), name="experts"))
+            assert np.array_equal(got, given_TLK[:, n])
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+def test_a_label_that_no_layer_has_is_told(automatic: bool) -> None:
+    """The order would give a layer the routing of another, in a list of labels that was sorted as texts."""
+    names = ["layers.1", "layers.10", "layers.2"]
+    tape = Tape.from_routing(routing(), experts=8, layers=names, name="experts")
+    label = AutoLabel("Layer") if automatic else "model.layers.1"
+    way_out = r"layers=\.$"
+    with (
+        pytest.raises(TapeError, match=rf"nothing for layer '{label}', slot 'experts'\.(?s:.)*{way_out}"),
+        replay(tape),
+    ):
+        layer(label, lambda: save_for_recompute(np.zeros((5, 2), "int64"), name="experts"))
+    with pytest.raises(TapeError, match="3 left over"), replay(tape):
+        layer(label, lambda: None)
+
+
+def test_who_names_no_layers_is_told_to_where_some_do_not_route() -> None:
+    way_out = r"one forward for one; if some checkpointed layers do not route, from_routing has to be given layers=\.$"
+    with pytest.raises(TapeError, match=way_out), replay(Tape.from_routing(routing(layers=1), experts=8)):
+        layer("dense", lambda: None)
+        layer("moe", lambda: None)
+
+
 @pytest.mark.parametrize("name", [None, "experts"])
 @pytest.mark.parametrize("layers", [None, ["one", "two"]])
 def test_layers_that_are_not_checkpointed(name: str | None, layers: list[str] | None) -> None:
@@ -239,6 +278,13 @@ def without_layer(fill: int) -> np.ndarray:
     return array
 
 
+def of_a_buffer(fill: Any, dtype: str = "uint8") -> np.ndarray:
+    """Routing of all 256 experts that a byte can tell apart; in `fill` is what nobody wrote to."""
+    array = np.arange(96).reshape(4, 3, 8).astype(dtype)
+    array[fill] = 255
+    return array
+
+
 UNROUTED = (
     "mark the tokens that are real by mask=, and say by padding= what the others get; "
     "of a token that is real, ask the engine for its routing."
@@ -246,6 +292,18 @@ UNROUTED = (
 BLANK = (
     "a router chooses different experts. Mark the tokens that were routed by mask=, and say by padding= what the "
     "others get."
+)
+FEWER = (
+    "a router chooses different experts: leave out the choices that it does not make, as in routing[..., :6], or take "
+    "the routing in a wider type where it is made, such as int16."
+)
+EXPERTS = (
+    "give the number of experts of the model, if it has more; where an engine counts shared experts among them, or the "
+    "copies that it keeps of some, give the numbers that the model's router has."
+)
+DECODED = (
+    "decode the text and give it a shape, as in numpy.frombuffer(base64.b64decode(text), 'int32').reshape(-1, layers, "
+    "top_k); the engine says which type it has."
 )
 NO_EXPERTS = "leave out layers that have no experts, as in routing[:, 1:]; of others, ask the engine for their routing."
 LAST = (
@@ -261,7 +319,7 @@ WRONG = {
     "an expert too many": (
         {"routing": with_value(8)},
         "expert 8 of 8 at token 3, layer 1",
-        "give the number of experts of the model.",
+        EXPERTS,
     ),
     "an engine's 255": (
         {"routing": with_value(255, "uint8")},
@@ -271,12 +329,12 @@ WRONG = {
     "beyond any width": (
         {"routing": with_value(2**63 + 1, "uint64")},
         "expert 9223372036854775809 of 8 at token 3, layer 1",
-        "give the number of experts of the model.",
+        EXPERTS,
     ),
     "wraps to a right one": (
         {"routing": with_value(2**32 + 1, "int64")},
         "expert 4294967297 of 8 at token 3, layer 1",
-        "give the number of experts of the model.",
+        EXPERTS,
     ),
     "not routed, in a batch": (
         {"routing": with_value(-1)[None]},
@@ -440,7 +498,38 @@ WRONG = {
         f"integers from {2**70} to {2**70}",
         "give the indices of experts.",
     ),
-    "texts": ({"routing": [["a"]]}, "str among its numbers", "give an array of integers, or lists of integers."),
+    "a text": ({"routing": "AAEC"}, "str among its numbers", DECODED),
+    "bytes": ({"routing": b"AAEC"}, "bytes among its numbers", DECODED),
+    "a float": (
+        {"routing": [[0.5]]},
+        "float among its numbers",
+        "give an array of integers, or lists of integers.",
+    ),
+    "a masked array": (
+        {"routing": np.ma.masked_equal(routing(), 3)},
+        "an array whose values cannot be read: a masked array",
+        "save its data and its mask.",
+    ),
+    "-1 of a byte, for a token": (
+        {"routing": of_a_buffer(2), "experts": 256},
+        "nothing but expert 255 at token 2, in every layer: -1 in uint8 where the engine has no record",
+        BLANK,
+    ),
+    "-1 of a byte, for a token of a list": (
+        {"routing": [of_a_buffer(2), of_a_buffer([])], "experts": 256},
+        "nothing but expert 255 at token 2, in every layer: -1 in uint8 where the engine has no record",
+        BLANK,
+    ),
+    "-1 of a byte, for a layer": (
+        {"routing": of_a_buffer((slice(None), 1)), "experts": 300},
+        "nothing but expert 255 in layer 1, for every token",
+        NO_EXPERTS,
+    ),
+    "-1 of a byte, for a choice": (
+        {"routing": of_a_buffer((..., 7)), "experts": 256},
+        "nothing but expert 255 as choice 7 of every token, in every layer: -1 in uint8",
+        FEWER,
+    ),
     "sequences of other layers": (
         {"routing": [routing(2), routing(2, 4)]},
         "sequences of shapes [2, 3, 2], [2, 4, 2]",
@@ -454,9 +543,26 @@ def test_wrong_routing_is_told(name: str) -> None:
     arguments, fault, way_out = WRONG[name]
 
     with pytest.raises(TapeError) as caught:
-        Tape.from_routing(experts=8, **arguments)
+        Tape.from_routing(**{"experts": 8, **arguments})
 
     assert said(caught.value, __file__) == [f"the routing has {fault}.", f"  way out: {way_out}"]
+
+
+def test_the_last_expert_may_be_a_choice() -> None:
+    for given_TLK in (
+        of_a_buffer((2, 1)),  # a router that draws with replacement
+        of_a_buffer((slice(1, None), ..., 7)),
+        of_a_buffer((..., 7), "int16"),  # where -1 is -1
+        [of_a_buffer((..., 7), "int16")] * 2,
+    ):
+        assert Tape.from_routing(given_TLK, experts=256).entries()
+    assert Tape.from_routing(of_a_buffer((..., 7))[:1, :1], experts=256).entries()  # one of 32 draws has that
+
+
+def test_numbers_of_numpy_in_lists() -> None:
+    assert Tape.from_routing(
+        [[list(row) for row in token] for token in routing()], experts=8
+    ).to_routing().tolist() == (routing().tolist())
 
 
 def test_zeros_that_may_be_a_choice_are_taken() -> None:

@@ -17,6 +17,7 @@ import stat
 import struct
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 import zlib
@@ -39,12 +40,14 @@ from roundpipe_core import (
     replay,
     save_for_recompute,
 )
-from roundpipe_core._files import read_at, read_exactly, write_all
+from roundpipe_core._files import new_memory, read_exactly, read_into, write_all
 from roundpipe_core._phase import Run, open_slot, thread
 from roundpipe_core._safetensors import HEADER_LIMIT, FaultError, parsed_json
 from tests.said import said
 
 ROOT = Path(__file__).parents[2]
+_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+LARGE_PAGES = _PAGES.read_text() if _PAGES.exists() else "[never]"
 
 
 class Plan(NamedTuple):
@@ -334,6 +337,11 @@ def test_what_safetensors_has_no_word_for_is_kept_as_bytes(tmp_path: Path) -> No
     assert alike(data_of(Tape.load(tmp_path / "a.tape")), (array,))
 
 
+def test_an_array_of_nothing_that_begins_where_another_does(tmp_path: Path) -> None:
+    arrays = np.arange(3, dtype="i2"), np.zeros(0)
+    assert alike(data_of(back(saved(*arrays), tmp_path)), arrays)
+
+
 @pytest.mark.parametrize("group", [1, 30, 1000])
 def test_arrays_are_checked_in_groups_of_any_size(tmp_path: Path, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_tapefile, "_GROUP", group)
@@ -372,7 +380,7 @@ def test_memory_that_is_short_is_no_fault_of_an_array(tmp_path: Path, monkeypatc
     def short(array: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(_tapefile, "to_host", short)
+    monkeypatch.setattr("roundpipe_core._backend.to_host", short)
     with pytest.raises(MemoryError):
         saved(np.zeros(2)).save(tmp_path / "a.tape")
     assert list(tmp_path.iterdir()) == []
@@ -1012,6 +1020,8 @@ def test_what_is_no_file_is_told(tmp_path: Path) -> None:
             with pytest.raises(FileNotFoundError) as missing:
                 function(path)
             assert missing.value.filename == (path and str(path))
+    with pytest.raises(IsADirectoryError):
+        saved(1).save(f"{tmp_path}/new/")
     assert {path.name for path in tmp_path.iterdir()} == {"pipe", "loop", "file"}
 
 
@@ -1101,23 +1111,6 @@ def test_an_error_while_writing_leaves_the_old_file(tmp_path: Path, monkeypatch:
         assert data_of(Tape.load(path)) == (1,)
 
 
-def test_a_disk_that_fails_while_the_rest_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written is synced meanwhile. The system tells of a fault once: no later sync fails."""
-    path = tmp_path / "a.tape"
-    monkeypatch.setattr(_tapefile, "_GROUP", 400)
-    saved(1).save(path)
-    sync = os.fsync
-    outcomes = iter([full])
-    monkeypatch.setattr(os, "fsync", lambda file: next(outcomes, sync)(file))
-
-    with pytest.raises(OSError, match="No space left"):
-        saved(np.arange(50), np.arange(50)).save(path)
-
-    assert next(outcomes, None) is None
-    assert list(tmp_path.iterdir()) == [path]
-    assert data_of(Tape.load(path)) == (1,)
-
-
 def full(*_: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -1151,6 +1144,68 @@ def test_a_killed_writer_leaves_the_old_file(tmp_path: Path) -> None:
     assert left.name.startswith(".tape-")
     with pytest.raises(TapeError):
         Tape.load(left)
+
+
+def test_a_program_that_ends_saves_and_loads(tmp_path: Path) -> None:
+    lines = [
+        "import atexit",
+        "from roundpipe_core import Tape",
+        "tape, path = Tape.from_routing([[[3, 1], [0, 2]]], experts=4), 'a.tape'",
+        "atexit.register(lambda: print(Tape.load(path)))",
+        "atexit.register(lambda: tape.save(path))",
+    ]
+    command = [sys.executable, "-c", "\n".join(lines)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("<Tape of 2 regions, 2 decisions, 4 bytes>\n", "")
+
+
+@pytest.mark.parametrize("threads", [0, 1, 9])
+def test_a_tape_needs_no_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    monkeypatch.setattr(_tapefile, "_GROUP", 1)
+    start, left = threading.Thread.start, [None] * threads
+
+    def short_of_threads(thread: threading.Thread) -> None:
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", short_of_threads)
+    arrays = tuple(np.arange(n) for n in range(9))
+    assert alike(data_of(back(saved(*arrays), tmp_path)), arrays)
+
+
+def test_of_several_faults_the_first_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_tapefile, "_GROUP", 1)
+    path = tmp_path / "a.tape"
+    saved(*(np.full(1, n) for n in range(1, 30))).save(path)
+    whole = bytearray(path.read_bytes())
+    for n in 11, 3, 7:
+        whole[-8 * n] ^= 1
+    path.write_bytes(whole)
+    for _ in range(9):
+        with pytest.raises(TapeError, match=r"array \"18 .* is damaged"):
+            Tape.load(path)
+
+
+def test_who_interrupts_a_load_waits_for_its_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_tapefile, "_GROUP", 1)
+    path = tmp_path / "a.tape"
+    saved(*(np.full(1, n) for n in range(9))).save(path)
+    main, read = threading.current_thread(), _tapefile.read_into
+
+    def interrupted(*given: Any) -> int:
+        if threading.current_thread() is main:
+            raise KeyboardInterrupt
+        time.sleep(0.01)
+        return read(*given)
+
+    monkeypatch.setattr(_tapefile, "read_into", interrupted)
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        Tape.load(path)
+    assert threading.active_count() == before
 
 
 def test_many_saves_and_loads_leave_nothing_open(tmp_path: Path) -> None:
@@ -1235,13 +1290,8 @@ def test_systems_that_give_a_file_in_parts(tmp_path: Path) -> None:
         def read(self, size: int = -1) -> bytes:
             return super().read(min(size, 3))
 
-        def write(self, data: Any) -> int:
-            return super().write(data[:3])
-
-    (tmp_path / "in parts").write_bytes(b"")
-    with Slow(tmp_path / "in parts", "r+b") as file:
-        write_all(file, b"0123456789")
-        file.seek(0)
+    (tmp_path / "in parts").write_bytes(b"0123456789")
+    with Slow(tmp_path / "in parts") as file:
         assert read_exactly(file, 10) == b"0123456789"
         file.seek(1)
         assert read_exactly(file, 99) == b"123456789"
@@ -1251,17 +1301,87 @@ def test_systems_that_give_a_file_in_parts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("system", ["posix", "windows"])
+def test_writing_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str) -> None:
+    class Slow(FileIO):
+        def write(self, data: Any) -> int:
+            return super().write(data[:3])
+
+    write = os.writev
+    if system == "windows":
+        monkeypatch.delattr(os, "writev")
+    else:
+        monkeypatch.setattr(os, "writev", lambda file, parts: write(file, [b"".join(parts)[:3]]))
+    with Slow(tmp_path / "in parts", "wb") as file:
+        write_all(file, [b"01", b"", memoryview(b"23").cast("H"), b"456789ab", b""])
+        write_all(file, [])
+    assert (tmp_path / "in parts").read_bytes() == b"0123456789ab"
+
+
+@pytest.mark.skipif(not hasattr(os, "writev"), reason="this system takes one piece at a time")
+def test_many_arrays_are_written_in_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = tuple(np.full(n % 3, n) for n in range(1500))
+    steps, write = [], os.writev
+    monkeypatch.setattr(os, "writev", lambda file, parts: steps.append(1) or write(file, parts))
+    assert alike(data_of(back(saved(*arrays), tmp_path)), arrays)
+    assert len(steps) == 4  # three with as many as a system takes, and the head
+
+
+@pytest.mark.parametrize("system", ["posix", "windows"])
 def test_reading_from_a_place_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str) -> None:
     (tmp_path / "whole").write_bytes(b"0123456789")
-    give = os.pread
+    give = os.preadv
     if system == "windows":
-        monkeypatch.delattr(os, "pread")
+        monkeypatch.delattr(os, "preadv")
     else:
-        monkeypatch.setattr(os, "pread", lambda file, size, begin: give(file, min(size, 3), begin))
+        monkeypatch.setattr(os, "preadv", lambda file, parts, begin: give(file, [parts[0][:3]], begin))
     with FileIO(tmp_path / "whole") as file:
-        assert read_at(file, 2, 7) == b"2345678"
-        assert read_at(file, 6, 7) == b"6789"
-        assert read_at(file, 10, 1) == b""
+        for begin, size, read in (2, 7, b"2345678"), (6, 7, b"6789"), (10, 1, b""), (3, 0, b""):
+            memory = memoryview(bytearray(size))
+            assert memory[: read_into(memory, file, begin)] == read
+
+
+@pytest.mark.parametrize("refuses", [None, OSError(errno.EINVAL, "no large pages"), OSError(errno.ENOMEM, "no more")])
+@pytest.mark.parametrize("size", [0, 1, 2 << 20, (4 << 20) + 5])
+def test_memory_of_any_size(monkeypatch: pytest.MonkeyPatch, size: int, refuses: OSError | None) -> None:
+    def none(*_: Any, **__: Any) -> Any:
+        raise refuses  # type: ignore[misc]
+
+    if refuses is not None:
+        monkeypatch.setattr("roundpipe_core._files.mmap.mmap", none)
+    memory = new_memory(size)
+    assert (memory.nbytes, memory.readonly) == (size, False)
+    memory[:] = b"x" * size
+
+
+@pytest.mark.skipif("[never]" in LARGE_PAGES, reason="this system has no large pages")
+def test_a_large_tape_is_read_into_large_pages(tmp_path: Path) -> None:
+    """The system gives small ones more slowly than they are filled."""
+    resource = pytest.importorskip("resource")
+    arrays = tuple(np.arange(1 << 18) for _ in range(8))
+    saved(*arrays).save(tmp_path / "a.tape")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tape = Tape.load(tmp_path / "a.tape")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 1024  # of 4096 small ones
+    assert alike(data_of(tape), arrays)
+
+
+def test_arrays_that_another_program_put_at_odd_places(tmp_path: Path) -> None:
+    """They lie within the boundaries of memory all the same."""
+    arrays = np.arange(3, dtype="i1"), np.arange(5.0), np.arange(2) + 1j, np.zeros((0, 3)), np.arange(7, dtype="i2")
+    saved(*arrays).save(tmp_path / "a.tape")
+    whole = (tmp_path / "a.tape").read_bytes()
+    begin = 8 + int.from_bytes(whole[:8], "little")
+    header, data, moved = json.loads(whole[8:begin]), whole[begin:], b""
+    texts = header.pop("__metadata__")
+    for name in sorted(header):  # the three bytes come first
+        first, last = header[name]["data_offsets"]
+        header[name]["data_offsets"] = [len(moved), len(moved) + last - first]
+        moved += data[first:last]
+    (tmp_path / "a.tape").write_bytes(raw({"__metadata__": texts, **header}, moved))
+    for mmap in False, True:
+        found = tuple(entry.value for entry in Tape.load(tmp_path / "a.tape", mmap=mmap).entries())
+        assert alike(found, arrays)
+        assert [(array.flags.aligned, array.flags.writeable) for array in found] == [(True, False)] * 5
 
 
 def test_a_stack_that_is_nearly_full() -> None:

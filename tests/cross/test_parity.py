@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any
 
@@ -241,9 +242,11 @@ def test_what_cannot_be_compared_is_infinitely_far() -> None:
 
 
 def test_arrays_of_numpy_and_numbers_are_compared_too() -> None:
-    for one, two in itertools.product([torch.tensor, jnp.asarray, np.array, np.float64, float], repeat=2):
+    for one, two in itertools.product([torch.tensor, jnp.asarray, np.array, np.float32, float], repeat=2):
         same, apart = parity.compare({"a": one(2.0), "b": one(2.0)}, {"a": two(2.0), "b": two(3.0)}).rows
         assert (same.distance, apart.distance) == (0.0, 0.5)
+    for one, two in (1, 10**400), (0.5, Decimal(1)):  # of kinds that cannot be subtracted, or beyond all floats
+        assert parity.compare({"a": one}, {"a": two}).rows[0].distance == np.inf
 
 
 def test_what_jax_cannot_hold_is_compared_in_torch() -> None:

@@ -200,19 +200,37 @@ def recorded(value: Any) -> Tape:
     return tape
 
 
+def nested(layout: torch.layout, *parts: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor(list(parts), layout=layout)
+
+
+@pytest.mark.filterwarnings("ignore:.*in prototype")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_routing_and_its_mask_in_nested_tensors_are_to_be_taken_apart(layout: torch.layout) -> None:
+    """Trainers keep a batch without padding so."""
+    parts = torch.tensor([[[3, 1]]]), torch.tensor([[[0, 2]], [[1, 3]]])
+    routing, mask = nested(layout, *parts), nested(layout, *(torch.ones(len(part), dtype=torch.bool) for part in parts))
+    told = r"cannot be read: a nested tensor\.\n  called at: .*\n  way out: take it apart, tensor\.unbind\(\)\."
+    with pytest.raises(TapeError, match=told):
+        Tape.from_routing(routing, experts=4)
+    with pytest.raises(TapeError, match=told):
+        Tape.from_routing(parts, experts=4, mask=mask)
+    assert Tape.from_routing(routing.unbind(), experts=4).to_routing().tolist() == torch.cat(parts).tolist()
+
+
 @pytest.mark.filterwarnings("ignore:.*(in prototype|in beta|[Mm]asked)")
 def test_tensors_without_values_are_refused(tmp_path: Path) -> None:
     with FakeTensorMode():
         fake = torch.ones(2, dtype=torch.int64)
-    jagged = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+    jagged, strided = (nested(layout, torch.ones(1), torch.ones(2)) for layout in (torch.jagged, torch.strided))
     for tensor, fault in [
         (fake, "without values"),
         (torch.ones(2, device="meta"), "without values, on the meta device(.|\n)* way out: record a run on a device"),
-        (torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "a nested tensor(.|\n)*: save its parts"),
         (torch.ones(2, 2).to_sparse(), "a tensor of layout torch.sparse_coo"),
         (masked_tensor(torch.ones(2), torch.ones(2) > 0), "a MaskedTensor, which is made of other tensors"),
         (TwoTensor(torch.ones(2), torch.ones(2)), "a TwoTensor, which is made of other tensors"),
         (jagged, "a NestedTensor of the shape"),
+        (strided, r"a Tensor of the shape \[2, None\]"),
     ]:
         with pytest.raises(TapeError, match=fault) as caught:
             recorded(tensor).save(tmp_path / "a.tape")
