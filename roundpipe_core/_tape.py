@@ -568,11 +568,12 @@ def refuse_outside(layer: str, decision: Decision, below: int) -> bool:
 
 def unseen(layer: str, decision: Decision, below: int) -> TapeError:
     """A range that nobody can vouch for."""
+    declared = [] if decision.below is None else [("the tape declares", str(decision.below))]
     return TapeError(
         message(
             f"tape, {at_layer(layer)}, {spoken(decision.key)}: whether all integers are below {below} cannot be seen "
             "while this is traced.",
-            saved_at(decision),
+            [*declared, *saved_at(decision)],
             "say so where the tape has values, outside of what is traced: tape.declare(below=...).",
         )
     )
