@@ -114,7 +114,7 @@ class TapeGuard(Protocol):
     def deciding(self) -> AbstractContextManager[None]:
         """For the time of a `recompute_once` outside of regions."""
 
-    def check(self, doing: str, place: tuple[str, int] | None) -> None:
+    def check(self, doing: str) -> None:
         """Refuse that a layer meets the block here. `doing` is what it does, for the message."""
 
     def prepared(self, layer: str, key: Any, data: tuple[Any, ...], place: tuple[str, int]) -> tuple[Any, ...]:

@@ -7,7 +7,9 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.util
+import io
 import json
+import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -25,11 +27,13 @@ __all__ = ["main"]
 
 SAME, DIFFERENT, BAD = 0, 1, 2
 _WIDTH = 60  # of a value: more would be a page
+_WHOLE = 10_000  # of a table: a narrow terminal goes on in the next line, and names stay in one piece
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its exit status: 0, 1 if tapes differ, 2 if something is wrong with what was asked."""
     options = _parser().parse_args(arguments)
+    sys.stdout = sys.stdout or io.StringIO()  # None where it was closed
     with contextlib.suppress(AttributeError):
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
@@ -132,7 +136,10 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _as_json(entry: Any) -> dict[str, Any]:
     whole = dataclasses.asdict(entry)
-    return {name: value for name, value in whole.items() if not name.endswith("_rows")}
+    told = {name: value for name, value in whole.items() if not name.endswith("_rows")}
+    if told["margin"] in (math.inf, -math.inf):
+        told["margin"] = str(told["margin"])  # JSON has no infinity
+    return told
 
 
 def _write_differences(found: TapeDiff) -> None:
@@ -162,7 +169,7 @@ def _save(name: str | None, scope: str) -> str:
 
 
 def _write_json(value: Any) -> None:
-    json.dump(value, sys.stdout, indent=1)
+    json.dump(value, sys.stdout, indent=1, allow_nan=False)
     sys.stdout.write("\n")
 
 
@@ -178,10 +185,10 @@ def _write_rich(names: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     text = importlib.import_module("rich.text").Text  # no markup: a label may look like some
     table = importlib.import_module("rich.table").Table(box=importlib.import_module("rich.box").SIMPLE_HEAD)
     for name in names:
-        table.add_column(name, overflow="fold")
+        table.add_column(name, no_wrap=True)
     for row in rows:
         table.add_row(*map(text, row))
-    importlib.import_module("rich.console").Console().print(table)
+    importlib.import_module("rich.console").Console(width=_WHOLE, height=25).print(table)
 
 
 def _printable(text: str) -> str:

@@ -20,8 +20,11 @@ Each is also the builtin exception that a careful caller would already catch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+from ._places import is_passed_over, place_outside, where
 
 __all__ = [
     "ExchangeError",
@@ -37,7 +40,10 @@ __all__ = [
     "TapeError",
     "VerifyError",
     "VerifyWarning",
+    "called_here",
     "message",
+    "shown",
+    "text_of",
 ]
 
 
@@ -123,6 +129,31 @@ class VerifyWarning(UserWarning):
 
 
 def message(headline: str, facts: Iterable[tuple[str, str]], way_out: str) -> str:
-    """An error text: what went wrong, what is known, what to do."""
+    """The text of an error: `text_of`, which names a line of the user's in any case."""
+    facts = list(facts)
+    if not any(_LINE.search(fact) for _, fact in facts):
+        facts += called_here()
+    return text_of(headline, facts, way_out)
+
+
+def text_of(headline: str, facts: Iterable[tuple[str, str]], way_out: str) -> str:
+    """What went wrong, what is known, what to do."""
     lines = [headline, *(f"  {name}: {fact}" for name, fact in facts), f"  way out: {way_out}"]
     return "\n".join(lines)
+
+
+def shown(value: object) -> str:
+    """What was given instead of what was asked for: itself if it is short, or what it is."""
+    if isinstance(value, type):
+        return f"the class {value.__qualname__}"
+    text = repr(value)
+    return text if len(text) <= 60 and text.isprintable() else f"a {type(value).__qualname__}"
+
+
+_LINE = re.compile(r":\d+$")
+
+
+def called_here() -> list[tuple[str, str]]:
+    """The user's line that runs now, for a message; nothing where there is none."""
+    place = place_outside()
+    return [] if is_passed_over(place[0]) else [("called at", where(place))]

@@ -12,7 +12,6 @@ from typing import Any, Literal, Protocol, get_args
 
 from ._errors import ExchangeError, OptionError, message
 from ._producers import Fault, Offer, Producer, producer_of, said
-from ._slots import place_outside, where
 
 __all__ = ["CopyPolicy", "ExchangeReport", "Importer", "exchange", "is_foreign"]
 
@@ -88,7 +87,7 @@ def exchange(importer: Importer, value: Any, copy: CopyPolicy) -> tuple[Any, Exc
         raise OptionError(
             message(
                 f"from_dlpack: copy={copy!r} does not exist.",
-                [("called at", where(place_outside()))],
+                [],
                 f"choose one of {', '.join(map(repr, _POLICIES))}.",
             )
         )
@@ -192,7 +191,7 @@ def _speaks_dlpack(value: Any) -> bool:
 def _refusal(importer: Importer, what: Callable[[], str]) -> Callable[[Fault], ExchangeError]:
     def refuse(fault: Fault) -> ExchangeError:
         headline = f"{what()} cannot be taken into {importer.spoken}: {fault[0]}."
-        return ExchangeError(message(headline, [("called at", where(place_outside()))], fault[1]))
+        return ExchangeError(message(headline, [], fault[1]))
 
     return refuse
 

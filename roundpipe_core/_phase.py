@@ -25,8 +25,9 @@ from collections.abc import Callable, Set
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 from ._backend import outside_keeps, outside_saves, without_gradient
-from ._errors import Flip, OptionError, PhaseError, SlotError, message
-from ._slots import NOTHING, Entry, Key, Place, Slot, Taken, label_of, where
+from ._errors import Flip, OptionError, PhaseError, SlotError, message, shown
+from ._places import Place
+from ._slots import NOTHING, Entry, Key, Slot, Taken, label_of
 
 __all__ = [
     "Phase",
@@ -139,7 +140,7 @@ class Run:
     def get(self, name: str | None, place: Place) -> tuple[Any, ...]:
         self.told()
         if self.phase is not Phase.RECOMPUTE:
-            raise _not_recomputing(place, self.slot.label)
+            raise _not_recomputing(self.slot.label)
         data: tuple[Any, ...] = self._read((self.scope, name), place)
         return data
 
@@ -380,7 +381,7 @@ def save_for_recompute(*data: Any, name: str | None = None, offload: bool | None
         raise OptionError(
             message(
                 f"save_for_recompute: offload must be True, False or None, not {offload!r}.",
-                [("called at", where(_caller()))],
+                [],
                 "where to keep it is an option of the layer: remat(layer, offload=...).",
             )
         )
@@ -439,7 +440,7 @@ def get_recompute_data(name: str | None = None) -> tuple[Any, ...]:
     _check_name(name, "get_recompute_data")
     run = _run()
     if run is None:
-        raise _not_recomputing(_caller(), None)
+        raise _not_recomputing(None)
     return run.get(name, _caller())
 
 
@@ -469,11 +470,15 @@ def recompute_once(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
         traced: T = _traced.recompute_once(lambda: function(*args, **kwargs))
         return traced
     run = _run()
-    if run is None or run.phase is Phase.OFF:
-        result: T = without_gradient(lambda: function(*args, **kwargs))
-        return result if run is not None else _handed_over(result)
-    args, kwargs = run.arguments((args, kwargs))
-    return run.once(lambda: function(*args, **kwargs), function, _caller())
+    try:
+        if run is None or run.phase is Phase.OFF:
+            result: T = without_gradient(lambda: function(*args, **kwargs))
+            return result if run is not None else _handed_over(result)
+        args, kwargs = run.arguments((args, kwargs))
+        return run.once(lambda: function(*args, **kwargs), function, _caller())
+    except TypeError:
+        _refuse_value("recompute_once", function, "of a value that is there, call save_for_recompute(value).")
+        raise
 
 
 def keep(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -501,11 +506,15 @@ def keep(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     Implements R6, R7, R8 and R10. Outside a checkpointed layer it just calls `function`.
     """
     run = _run()
-    if run is None:
-        return _outside(function)(*args, **kwargs)
-    if run.phase is Phase.OFF:
-        return function(*args, **kwargs)
-    return run.keep(function, args, kwargs, _caller())
+    try:
+        if run is None:
+            return _outside(function)(*args, **kwargs)
+        if run.phase is Phase.OFF:
+            return function(*args, **kwargs)
+        return run.keep(function, args, kwargs, _caller())
+    except TypeError:
+        _refuse_value("keep", function, "pass what makes the result, as in keep(attention, q, k, v).")
+        raise
 
 
 def _handed_over(data: T) -> T:
@@ -541,11 +550,15 @@ def update_once(function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -
     Implements R7 and R8.
     """
     run = _run()
-    if run is None or run.phase is Phase.OFF:
-        without_gradient(lambda: function(*args, **kwargs))
-        return
-    args, kwargs = run.arguments((args, kwargs))
-    run.update(lambda: function(*args, **kwargs), function, _caller())
+    try:
+        if run is None or run.phase is Phase.OFF:
+            without_gradient(lambda: function(*args, **kwargs))
+            return
+        args, kwargs = run.arguments((args, kwargs))
+        run.update(lambda: function(*args, **kwargs), function, _caller())
+    except TypeError:
+        _refuse_value("update_once", function, "pass what changes the state, as in update_once(count.add_, 1).")
+        raise
 
 
 class layer_scope:  # noqa: N801 - used like a function
@@ -571,7 +584,7 @@ class layer_scope:  # noqa: N801 - used like a function
             raise OptionError(
                 message(
                     f"layer_scope takes a name, not {name!r}.",
-                    [("called at", where(_caller()))],
+                    [],
                     'pass a string: `with layer_scope("attention"):`.',
                 )
             )
@@ -598,29 +611,36 @@ class layer_scope:  # noqa: N801 - used like a function
         return False
 
 
+def _refuse_value(asked: str, given: Any, way_out: str) -> None:
+    """Refuse what a function gave, in place of the function: it would be made in both phases."""
+    if not callable(given):
+        what = f"{asked} takes a function and its arguments, not {shown(given)}."
+        raise OptionError(message(what, [], way_out)) from None
+
+
 def _check_name(name: object, function: str) -> None:
     if name is not None and not isinstance(name, str):
         raise OptionError(
             message(
                 f"{function}: name must be a string, not {name!r}.",
-                [("called at", where(_caller(2)))],
+                [],
                 'name the slot by a string, as in name="mask".',
             )
         )
 
 
-def _not_recomputing(place: Place, layer: str | None) -> PhaseError:
+def _not_recomputing(layer: str | None) -> PhaseError:
     inside = [] if layer is None else [("layer", repr(layer))]
     return PhaseError(
         message(
             f"get_recompute_data() was called {'in the forward' if layer else 'outside a recompute'}.",
-            [*inside, ("called at", where(place))],
+            inside,
             "call it only where doing_recompute() is True, or use "
-            "`data = save_for_recompute(data)`, which works in both phases.",
+            "`(data,) = save_for_recompute(data)`, which works in both phases.",
         )
     )
 
 
-def _caller(depth: int = 1) -> Place:
-    frame = sys._getframe(depth + 1)
+def _caller() -> Place:
+    frame = sys._getframe(2)
     return frame.f_code.co_filename, frame.f_lineno

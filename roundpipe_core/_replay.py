@@ -29,7 +29,8 @@ from ._backend import (
 from ._errors import PhaseError, TapeError, message
 from ._host import HostArray, kind_of
 from ._phase import Phase, Run, thread
-from ._slots import NOTHING, AutoLabel, Entry, Place, Slot, Taken, label_of, row_counts, spoken, where
+from ._places import Place, where
+from ._slots import NOTHING, AutoLabel, Entry, Slot, Taken, label_of, row_counts, spoken
 from ._tape import (
     ONCE,
     OUTSIDE,
@@ -37,7 +38,6 @@ from ._tape import (
     Region,
     Scope,
     Tape,
-    called_here,
     check_range,
     described,
     no_decision,
@@ -45,6 +45,7 @@ from ._tape import (
     number_of_experts,
     portable,
     refuse_outside,
+    saved_at,
     taken_from,
     unseen,
 )
@@ -84,13 +85,13 @@ class TapeRun(Run):
             self.guards.pop()
 
     def child(self, label: Any) -> Slot:
-        self.check(f"layer {label_of(label)!r} runs", None)
+        self.check(f"layer {label_of(label)!r} runs")
         return super().child(label)
 
     def save(
         self, data: tuple[Any, ...], name: str | None, place: Place, offload: bool | None = None
     ) -> tuple[Any, ...]:
-        self.check("data is saved", place)
+        self.check("data is saved")
         name = self._next(name)
         if self.phase is Phase.FORWARD:
             for guard in self.guards:
@@ -98,11 +99,11 @@ class TapeRun(Run):
         return super().save(data, name, place)
 
     def get(self, name: str | None, place: Place) -> tuple[Any, ...]:
-        self.check("get_recompute_data() is called", place)
+        self.check("get_recompute_data() is called")
         return super().get(self._next(name), place)
 
     def once(self, function: Callable[[], T], called: Any, place: Place) -> T:
-        self.check("recompute_once() is called", place)
+        self.check("recompute_once() is called")
         return super().once(function, called, place)
 
     def _decide(self, function: Callable[[], T]) -> T:
@@ -112,26 +113,26 @@ class TapeRun(Run):
             return super()._decide(function)
 
     def told(self) -> None:
-        self._refuse_in_another_task("doing_recompute() is asked", None)
+        self._refuse_in_another_task("doing_recompute() is asked")
 
-    def _refuse_in_another_task(self, doing: str, place: Place | None) -> None:
+    def _refuse_in_another_task(self, doing: str) -> None:
         if self.spans_tasks or _block.get() is self:
             return
         raise PhaseError(
             message(
                 f"{doing} in another task of this thread (asyncio) than began record() or replay().",
-                [("called at", where(place))] if place else [],
+                [],
                 "let no other task run model code while the block is open: await nothing in it but tasks begun in it, "
                 "or run the others in threads of their own.",
             )
         )
 
-    def check(self, doing: str, place: Place | None) -> None:
+    def check(self, doing: str) -> None:
         """Refuse that a layer meets the block here: in another task, or if a frontend has a reason."""
-        self._refuse_in_another_task(doing, place)
+        self._refuse_in_another_task(doing)
         try:
             for guard in self.guards:
-                guard.check(doing, place)
+                guard.check(doing)
         except TapeError as error:
             self.lost = self.lost or error
             raise
@@ -322,7 +323,7 @@ def _refuse_inside(name: str) -> None:
     raise PhaseError(
         message(
             f"{name}() was begun inside {inside}.",
-            [called_here()],
+            [],
             "open it around the whole model's forward, outside of checkpointed layers and of another tape.",
         )
     )
@@ -454,11 +455,12 @@ class TapedSlot(Slot):
 
     def _missing(self, scope: Scope, name: str) -> TapeError:
         held = [slot.label for slot in self._in(scope)]
+        holds = f"{len(held)}: {', '.join(map(repr, held[:6]))}" if held else "nothing"
         made = any(origin_of(leaf) == "routing" for _, _, decision in self.tape.decisions() for leaf in decision.leaves)
         return TapeError(
             message(
                 f"the tape has no decisions left for layer {name!r}.",
-                [("inside", repr(self.label)), ("it holds", f"{len(held)}: {', '.join(map(repr, held[:6]))}")],
+                [("inside", repr(self.label)), ("it holds", holds)],
                 "replay it with the model it was recorded from, and one forward for one"
                 + (
                     "; if some checkpointed layers do not route, from_routing has to be given layers=." if made else "."
@@ -483,7 +485,9 @@ class TapedSlot(Slot):
                 [("asked for at", where(place)), *held[:8]],
                 "save under the same names and scopes in the model that is recorded and the one that replays"
                 + (
-                    "." if held else "; of a layer that from_routing shall give its routing, give the label in layers=."
+                    "; routing is under the name= that from_routing was given."
+                    if held
+                    else "; of a layer that from_routing shall give its routing, give the label in layers=."
                 ),
             )
         )
@@ -556,7 +560,7 @@ class TapedEntry(Entry):
         return TapeError(
             message(
                 f"the tape does not fit layer {self._layer!r}, {spoken(self.decision.key)}, item {item}: {what}.",
-                [("saved at", where(self.place))] if self.decision.place else [],
+                saved_at(self.decision),
                 way_out,
             )
         )

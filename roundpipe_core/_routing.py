@@ -311,9 +311,10 @@ def to_routing(tape: Tape, *, name: str | None, item: str | None, dtype: Any) ->
     if not found:
         raise TapeError(
             message(
-                f"the tape has no routing{f' named {name!r}' if name else ''}.",
+                f"the tape has no routing{f' named {name!r}' if name else ''}{f', item {item!r}' if item else ''}.",
                 [("it has", ", ".join(sorted({spoken(d.key) for _, _, d in tape.decisions()})) or "nothing")],
-                "give the name= under which the layers save their indices; tape.entries() lists all.",
+                "give the name= under which the layers save their indices, and the item= that they are in it; "
+                "tape.entries() lists all.",
             )
         )
     shapes = {host.shape for _, host in found}

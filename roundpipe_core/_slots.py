@@ -9,16 +9,14 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-import os
-import sys
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from ._backend import Backend, NotCopiedError, backend_of, compare, expand
 from ._errors import Flip, GradientError, SlotError, message
+from ._places import Place, where
 from ._trees import Spec, flatten, paths, unflatten
 
 __all__ = [
@@ -26,23 +24,16 @@ __all__ = [
     "AutoLabel",
     "Entry",
     "Key",
-    "Place",
     "Slot",
     "Taken",
     "facts_of",
-    "is_ours",
     "label_of",
-    "place_outside",
     "row_counts",
     "spoken",
-    "where",
 ]
 
 Key = tuple[tuple[str, ...], str | None]
 """The scopes that were open, outermost first, and the name (None: the unnamed save)."""
-
-Place = tuple[str, int]
-"""A file and a line of the user's code."""
 
 NOTHING: Any = object()
 """Stands for data that a layer did not decide itself."""
@@ -294,27 +285,6 @@ def spoken(key: Key) -> str:
 def facts_of(saves: Iterable[tuple[Key, Place]]) -> list[tuple[str, str]]:
     """Saves, for a message: the first few."""
     return [(f"saves {spoken(key)}", where(place)) for key, place in itertools.islice(saves, 8)]
-
-
-def where(place: Place) -> str:
-    """A place as editors open it."""
-    return f"{place[0]}:{place[1]}"
-
-
-_OURS = tuple(str(Path(__file__).parents[1] / f"roundpipe_{name}") + os.sep for name in ("core", "torch", "jax"))
-
-
-def is_ours(filename: str) -> bool:
-    """Whether a file belongs to this project."""
-    return filename.startswith(_OURS)
-
-
-def place_outside(*names: str) -> Place:
-    """The innermost line outside of this project, and of files whose names begin with one of `names`."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((*_OURS, *names)):
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
 
 
 def label_of(target: Any) -> str:

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ._backend import backend_of
-from ._errors import OptionError, TapeError, message
+from ._errors import OptionError, TapeError, called_here, message
 from ._host import kind_of
-from ._slots import Entry, Key, Place, Slot, place_outside, spoken, where
+from ._places import Place, where
+from ._slots import Entry, Key, Slot, spoken
 from ._trees import Node, Spec, paths
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "check_range",
     "not_a_tape",
     "portable",
+    "saved_at",
     "taken_from",
 ]
 
@@ -510,7 +512,7 @@ def not_a_tape(asked: str, given: Any) -> OptionError:
         message(
             f"{asked} takes a Tape, not {type(given).__name__}.",
             [],
-            "make one by `with record() as tape:`, Tape.load(path) or Tape.from_routing(routing).",
+            "make one by `with record() as tape:`, Tape.load(path) or Tape.from_routing(routing, experts=...).",
         )
     )
 
@@ -522,7 +524,7 @@ def no_decision(tape: Tape, name: str | None, layer: str | None) -> TapeError:
             f"the tape has no decision {f'named {name!r}' if name else 'at all'} in {layer or 'any layer'}.",
             [
                 ("it has", ", ".join(sorted({f"{path}: {spoken(d.key)}" for path, _, d in tape.decisions()})[:8])),
-                called_here(),
+                *called_here(),
             ],
             "name one that it has; tape.entries() lists them.",
         )
@@ -537,17 +539,13 @@ def number_of_experts(option: str, given: Any) -> int:
         number = 0
     if isinstance(given, bool) or number < 1:
         headline = f"{option}={given!r} is no number of experts."
-        raise OptionError(message(headline, [called_here()], "give how many there are."))
+        raise OptionError(message(headline, called_here(), "give how many there are."))
     return number
 
 
-def called_here() -> tuple[str, str]:
-    """The user's line that runs now, for a message."""
-    return "called at", where(place_outside())
-
-
-def _saved(decision: Decision) -> list[tuple[str, str]]:
-    return [] if decision.place is None else [("saved at", where(decision.place))]
+def saved_at(decision: Decision) -> list[tuple[str, str]]:
+    """Where it was recorded and where it is met now, for a message."""
+    return [*([] if decision.place is None else [("saved at", where(decision.place))]), *called_here()]
 
 
 def check_range(layer: str, decision: Decision) -> None:
@@ -570,11 +568,12 @@ def refuse_outside(layer: str, decision: Decision, below: int) -> bool:
 
 def unseen(layer: str, decision: Decision, below: int) -> TapeError:
     """A range that nobody can vouch for."""
+    declared = [] if decision.below is None else [("the tape declares", str(decision.below))]
     return TapeError(
         message(
             f"tape, {at_layer(layer)}, {spoken(decision.key)}: whether all integers are below {below} cannot be seen "
             "while this is traced.",
-            [("the tape declares", str(decision.below)), *_saved(decision), called_here()],
+            [*declared, *saved_at(decision)],
             "say so where the tape has values, outside of what is traced: tape.declare(below=...).",
         )
     )
@@ -598,7 +597,7 @@ def out_of_range(layer: str, decision: Decision, item: str, extremes: tuple[int,
         message(
             f"tape, {at_layer(layer)}, {spoken(decision.key)}, item {item}: integers from {low} to {high}, "
             f"where 0 to {below - 1} are in range.{sentinel}",
-            [*_saved(decision), called_here()],
+            saved_at(decision),
             "replay a tape of a model with as many experts, or mend the routing where it was made.",
         )
     )

@@ -36,8 +36,9 @@ from ._backend import backend_of, expand, host_of, origin_of
 from ._errors import TapeError, message
 from ._files import Path, new_memory, opened, read_into, replacing, set_out, write_all
 from ._host import DTYPES, HostArray, itemsize_of
+from ._places import Place
 from ._safetensors import HEADER_LIMIT, FaultError, Held, parsed_json, read_header, table
-from ._slots import Place, spoken
+from ._slots import spoken
 from ._tape import Decision, Region, Tape, at_layer, described
 from ._threads import begun, each
 from ._trees import flatten, paths

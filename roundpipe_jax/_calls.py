@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import types
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -24,8 +25,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from roundpipe_core._errors import GradientError, MismatchError, OptionError, TapeError, message
 from roundpipe_core._phase import Phase, open_slot, thread
+from roundpipe_core._places import where
 from roundpipe_core._replay import TapedSlot, TapeRun
-from roundpipe_core._slots import Slot, facts_of, label_of, where
+from roundpipe_core._slots import Slot, facts_of, label_of
 from roundpipe_core._tape import Skeleton
 
 from . import _arguments
@@ -48,7 +50,7 @@ from ._jax import (
 from ._keep import refuse_on_tape
 from ._offload import Offload, Offloading, check_memory, slot_flags
 from ._packing import Held, Split, Template, alike, in_jax, split
-from ._places import called, of_error, of_io
+from ._places import of_error, of_io
 from ._policies import check_matches, with_tags
 from ._refusals import Refusals
 from ._regions import Away, CheckpointLane, ResidualLane
@@ -322,7 +324,7 @@ class Call:
             raise OptionError(
                 message(
                     f"layer {label_of(self.label)!r}: offload moves inputs {plan.inputs}, and the call has fewer.",
-                    [*called(), ("positional arguments", str(len(args)))],
+                    [("positional arguments", str(len(args)))],
                     "count from 0, or say inputs=True.",
                 )
             )
@@ -773,7 +775,12 @@ class Call:
             known = self.memory.get(key)
             if known is None:  # of threads that come here at once, one has its traces kept
                 known = self.memory.setdefault(key, Traces.of(_named(_held_weakly(self, function), self.fun)))
-        program: Program = self.layer.begun(lambda: stage(lambda *values: function(self.layer, *values), arrays, known))
+
+        def run(*values: Any) -> Any:
+            return function(self.layer, *values)
+
+        run = run if known is not None else _named(run, self.fun)
+        program: Program = self.layer.begun(lambda: stage(run, arrays, known))
         return program
 
 
@@ -802,7 +809,14 @@ def _named(function: Callable[..., Any], like: Any) -> Callable[..., Any]:
         return function(*values)
 
     named.__name__ = getattr(like, "__name__", "layer")
+    code = codes(like)[0]
+    if code is not None:  # JAX looks there for the file and the line that it puts into messages
+        named.__wrapped__ = types.SimpleNamespace(__code__=code, __name__=named.__name__)  # type: ignore[attr-defined]
+        named.__signature__ = _VALUES  # type: ignore[attr-defined]
     return named
+
+
+_VALUES = inspect.signature(lambda *values: values)
 
 
 def _saves_floats(template: Template, saved: Sequence[Any]) -> bool:

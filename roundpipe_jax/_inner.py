@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from roundpipe_core._errors import TapeError, message
-from roundpipe_core._slots import Entry, Slot, label_of, where
+from roundpipe_core._places import where
+from roundpipe_core._slots import Entry, Slot, label_of
 
 from ._jax import jax_checkpoint, named, replaced, scan_sizes
 from ._places import of_operation

@@ -21,7 +21,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Literal
 
 from roundpipe_core._errors import MismatchError, SlotError, TapeError, message
-from roundpipe_core._slots import Place, Slot, facts_of, label_of, where
+from roundpipe_core._places import Place, where
+from roundpipe_core._slots import Slot, facts_of, label_of
 
 from ._jax import is_float, is_running, is_tracer, named, replaced, zeros
 from ._names import KEPT, SAVED

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 
 from roundpipe_core._errors import OptionError, message
-from roundpipe_core._slots import label_of, place_outside, where
+from roundpipe_core._places import place_outside, where
+from roundpipe_core._slots import label_of
 
 from ._calls import labelled
 from ._explain import repeated
 from ._jax import jax_checkpoint
 from ._offload import Offload
 from ._packing import Held, split
-from ._places import called
 from ._policies import save_policy
 from ._remat import Mode, Verify, remat
 from ._stacks import stack_of
@@ -147,20 +147,20 @@ def _layers_in(stacked_params: Any, name: str) -> int:
     raise OptionError(
         message(
             f"layer {name!r}: remat_layers needs parameters stacked along their first axis, one entry a layer.",
-            [*called(), *[(path or "the parameters", f"shape {shape}") for path, shape in list(shapes.items())[:8]]],
+            [*[(path or "the parameters", f"shape {shape}") for path, shape in list(shapes.items())[:8]]],
             "stack them: jax.tree.map(lambda *leaves: jnp.stack(leaves), *params_of_each_layer).",
         )
     )
 
 
 def _check_groups(nested: int | None, count: int, name: str) -> None:
-    if nested is None or (nested >= 1 and count % nested == 0):
+    if nested is None or (type(nested) is int and nested >= 1 and count % nested == 0):
         return
     fitting = [n for n in range(1, count + 1) if count % n == 0]
     raise OptionError(
         message(
-            f"layer {name!r}: {count} layers do not divide into nested={nested} groups.",
-            called(),
+            f"layer {name!r}: {count} layers do not divide into nested={nested!r} groups.",
+            [],
             f"choose one of {', '.join(map(str, fitting))}.",
         )
     )

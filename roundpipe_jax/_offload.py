@@ -15,13 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from roundpipe_core._errors import OptionError, message
+from roundpipe_core._errors import OptionError, message, shown
 
 from ._backend import aval_bytes
 from ._jax import memory_kinds, move_to_device, move_to_host
 from ._names import KEPT, SAVED
 from ._packing import Sort
-from ._places import called
 
 __all__ = ["Offload", "Offloading", "back", "check_memory", "offload_option", "sent", "slot_flags"]
 
@@ -49,6 +48,15 @@ class Offload:
     inputs: bool | tuple[int, ...] = False
     kept: bool = False
 
+    def __post_init__(self) -> None:
+        if type(self.min_bytes) is not int or self.min_bytes < 0:
+            what = f"min_bytes must be a number of bytes, not {shown(self.min_bytes)}."
+            raise OptionError(message(what, [], "pass min_bytes=1 << 20."))
+        given: Any = self.inputs
+        if type(given) is not bool and not (isinstance(given, tuple) and all(type(n) is int for n in given)):
+            what = f"inputs must be True, False or a tuple of positions, not {shown(self.inputs)}."
+            raise OptionError(message(what, [], "pass inputs=True for all arguments, inputs=(0,) for the first."))
+
     def takes(self, array: Any, kept: bool) -> bool:
         """Whether an array of the slot goes to the host."""
         return (self.kept if kept else self.saves) and aval_bytes(array) >= self.min_bytes
@@ -71,7 +79,7 @@ def offload_option(given: Any, function: str) -> Offload | None:
     raise OptionError(
         message(
             f'{function}: offload must be "cpu", an Offload or None, not {given!r}.',
-            called(),
+            [],
             'pass offload="cpu", or Offload(kept=True, ...) to say what goes to the host.',
         )
     )
@@ -96,7 +104,6 @@ def check_memory(layer: str) -> None:
             message(
                 f"layer {layer!r}: this backend has no host memory to offload to.",
                 [
-                    *called(),
                     ("platform", jax.default_backend()),
                     ("kinds of memory", ", ".join(sorted(kinds)) or "none"),
                 ],

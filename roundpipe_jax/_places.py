@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,21 +11,17 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from roundpipe_core._slots import Place, is_ours, place_outside, where
+from roundpipe_core._places import Place, is_passed_over, pass_over, where
 
 from ._jax import is_io
 from ._programs import subprograms
 
-__all__ = ["called", "of_error", "of_io", "of_operation"]
+__all__ = ["of_error", "of_io", "of_operation"]
 
 _JAX = str(Path(jax.__file__).parent)
+pass_over(_JAX + os.sep, _JAX + "lib" + os.sep)
 
 Facts = list[tuple[str, str]]
-
-
-def called() -> Facts:
-    """The user's line that has called us."""
-    return [("called at", where(place_outside(_JAX)))]
 
 
 def of_error(name: str, error: BaseException) -> Facts:
@@ -50,5 +47,5 @@ def of_io(jaxpr: Jaxpr) -> Facts:
 
 
 def _innermost(name: str, places: Iterable[Place]) -> Facts:
-    user = (place for place in places if not is_ours(place[0]) and not place[0].startswith(_JAX))
+    user = (place for place in places if not is_passed_over(place[0]))
     return [(name, where(place)) for place in user][:1]

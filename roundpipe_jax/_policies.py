@@ -9,16 +9,15 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from roundpipe_core._errors import OptionError, message
+from roundpipe_core._errors import OptionError, message, shown
 
 from ._jax import is_remat3
 from ._names import OURS
 from ._offload import Offload, Offloading, check_memory, offload_option
-from ._places import called
 from ._programs import subprograms
 from ._tags import names_in
 
-__all__ = ["Either", "check_matches", "save_dots", "save_either", "save_policy", "with_tags"]
+__all__ = ["Either", "check_matches", "check_policy", "save_dots", "save_either", "save_policy", "with_tags"]
 
 _POLICIES = jax.checkpoint_policies
 _DOTS = (_POLICIES.dots_saveable, _POLICIES.dots_with_no_batch_dims_saveable)
@@ -51,6 +50,11 @@ def save_policy(*names: str, offload: str | Offload | None = None) -> Any:
     Raises:
         OptionError: `offload` is neither, or JAX_REMAT3 is set, which would ignore such a policy.
     """
+    given: tuple[Any, ...] = names
+    others = [name for name in given if not isinstance(name, str)]
+    if others:
+        what = f"save_policy takes names, not {shown(others[0])}."
+        raise OptionError(message(what, [], 'give each as a string: save_policy("attention", "mlp").'))
     policy = _POLICIES.save_only_these_names(*OURS, *names)
     plan = offload_option(offload, "save_policy")
     if plan is None:
@@ -59,7 +63,7 @@ def save_policy(*names: str, offload: str | Offload | None = None) -> Any:
         raise OptionError(
             message(
                 "save_policy: a policy that offloads is ignored under JAX_REMAT3.",
-                [*called(), ("offload", repr(plan))],
+                [("offload", repr(plan))],
                 "leave offload out, or unset JAX_REMAT3.",
             )
         )
@@ -91,6 +95,8 @@ def save_either(*policies: Any) -> Any:
     Args:
         *policies: from `save_policy`, `save_dots`, `jax.checkpoint_policies`, or functions like theirs.
     """
+    for policy in policies:
+        check_policy(policy, "save_either")
     names = [_names(policy) for policy in policies]
     if all(found is not None for found in names):
         return _POLICIES.save_only_these_names(*sorted({name for found in names for name in found or ()}))
@@ -126,6 +132,18 @@ def _names(policy: Any) -> frozenset[str] | None:
     return frozenset(names) if names is not None else None
 
 
+def check_policy(given: Any, function: str) -> None:
+    """An error if `function` was given something else for a policy."""
+    if not callable(given):
+        raise OptionError(
+            message(
+                f"{function}: {shown(given)} is no policy.",
+                [],
+                'give save_policy("name"), save_dots(), or one of jax.checkpoint_policies.',
+            )
+        )
+
+
 def check_matches(policy: Any, program: ClosedJaxpr, layer: str) -> None:
     """An error for each part of `policy` that nothing in the layer matches."""
     if policy is None:
@@ -138,7 +156,7 @@ def check_matches(policy: Any, program: ClosedJaxpr, layer: str) -> None:
         raise OptionError(
             message(
                 f"layer {layer!r}: this policy is ignored under JAX_REMAT3, which knows only names.",
-                [*called(), ("policy", repr(policy))],
+                [("policy", repr(policy))],
                 "use save_policy(...) with names, or unset JAX_REMAT3.",
             )
         )
@@ -151,7 +169,7 @@ def check_matches(policy: Any, program: ClosedJaxpr, layer: str) -> None:
                 message(
                     f"layer {layer!r}: the policy names {', '.join(map(repr, missing))}, and nothing in the layer is "
                     "called that.",
-                    [*called(), ("names in the layer", ", ".join(sorted(map(repr, present - set(OURS)))) or "none")],
+                    [("names in the layer", ", ".join(sorted(map(repr, present - set(OURS)))) or "none")],
                     "name the value by jax.ad_checkpoint.checkpoint_name(value, name), and use what that returns.",
                 )
             )
@@ -159,7 +177,7 @@ def check_matches(policy: Any, program: ClosedJaxpr, layer: str) -> None:
         raise OptionError(
             message(
                 f"layer {layer!r}: the policy keeps matrix products, and matches nothing in the layer.",
-                [*called(), ("policy", repr(policy))],
+                [("policy", repr(policy))],
                 "leave it out here, or give save_dots(batched=True) if all products have batch dimensions.",
             )
         )

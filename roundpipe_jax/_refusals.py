@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from roundpipe_core._errors import OptionError, message
-from roundpipe_core._slots import label_of, where
+from roundpipe_core._places import where
+from roundpipe_core._slots import label_of
 
 from ._identity import codes
 

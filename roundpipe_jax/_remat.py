@@ -6,14 +6,14 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, overload
 
-from roundpipe_core._errors import OptionError, message
+from roundpipe_core._errors import OptionError, message, shown
 
 from . import _arguments
 from ._calls import Call, Mode, Options, Verify, labelled
 from ._identity import see_through
 from ._jax import is_out_of_memory
 from ._offload import Offload, offload_option
-from ._places import called
+from ._policies import check_policy
 from ._refusals import Refusals
 
 __all__ = ["Mode", "Verify", "checkpoint", "remat"]
@@ -127,24 +127,31 @@ def _checked(options: Options) -> Options:
             raise OptionError(
                 message(
                     f"remat: {name}={value!r} does not exist.",
-                    called(),
+                    [],
                     f"choose one of {', '.join(map(repr, known))}.",
                 )
             )
+    label: Any = options.label
+    if label is not None and not isinstance(label, str):
+        what = f"remat: label must be a string, not {shown(label)}."
+        raise OptionError(message(what, [], 'name the layer, as in label="block 3".'))
+    if options.policy is not None:
+        check_policy(options.policy, "remat")
     return options
 
 
 def _wrapped(fun: Any, options: Options) -> Any:
     if not callable(fun):
-        raise OptionError(message(f"remat takes a function, not {fun!r}.", called(), "pass the layer itself."))
+        raise OptionError(message(f"remat takes a function, not {shown(fun)}.", [], "pass the layer itself."))
     if isinstance(fun, type) and any("__call__" in vars(base) for base in fun.__mro__):
         raise OptionError(
             message(
                 f"remat takes a function, and {fun.__name__} is a class: a call of it makes a layer, and runs none.",
-                called(),
+                [],
                 "pass an instance or a function; for a class of flax there is flax.linen.remat.",
             )
         )
+    _arguments.check_names(fun, options.static_argnames)
     if options.mode == "custom_vjp" and options.policy is not None:
         raise Refusals.of(fun, options.label or labelled(fun)).policy(options.policy)
 

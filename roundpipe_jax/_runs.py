@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from roundpipe_core._backend import backend_of, expand
 from roundpipe_core._errors import GradientError, MismatchError, message
 from roundpipe_core._phase import Phase, Run, thread
-from roundpipe_core._slots import NOTHING, Entry, Key, Place, Slot, spoken, where
+from roundpipe_core._places import Place, where
+from roundpipe_core._slots import NOTHING, Entry, Key, Slot, spoken
 from roundpipe_core._trees import Spec, flatten, paths, unflatten
 
 from ._cuts import cut_off

@@ -48,7 +48,7 @@ def stack_of(label: Any, count: int) -> Stack:
     """What a stack of `count` layers called `label` is to the run around it."""
     run = thread.run
     if isinstance(run, TapeRun) and run.phase is Phase.FORWARD:
-        run.check(f"layer {label_of(label)!r} runs", None)
+        run.check(f"layer {label_of(label)!r} runs")
         return _Recorded(run, count)
     if isinstance(run, JaxRun) and run.marks is not None:
         return _Recorded(run, count)

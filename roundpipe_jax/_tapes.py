@@ -15,7 +15,8 @@ import jax
 from roundpipe_core._backend import backend_of
 from roundpipe_core._errors import TapeError, message
 from roundpipe_core._phase import Phase
-from roundpipe_core._slots import Key, Place, spoken, where
+from roundpipe_core._places import Place
+from roundpipe_core._slots import Key, spoken
 from roundpipe_core._tape import Skeleton, Tape, at_layer, check_range
 from roundpipe_core._trees import paths
 
@@ -91,15 +92,15 @@ class Guard:
         context: AbstractContextManager[None] = traced_for(Phase.OFF)
         return context
 
-    def check(self, doing: str, place: Place | None) -> None:
+    def check(self, doing: str) -> None:
         if not belongs_to(trace_state(), self.home):
-            raise _away(doing, place, self.replaying)
+            raise _away(doing, self.replaying)
 
     def prepared(self, layer: str, key: Key, data: tuple[Any, ...], place: Place) -> tuple[Any, ...]:
         return recorded_outside(layer, key, data, place)
 
 
-def _away(doing: str, place: Place | None, replaying: bool) -> TapeError:
+def _away(doing: str, replaying: bool) -> TapeError:
     way_out = "begin record() inside that function and return the tape from it: a tape is a pytree"
     if replaying:
         way_out = "pass the tape to that function as an argument and begin replay() inside: a tape is a pytree"
@@ -107,7 +108,7 @@ def _away(doing: str, place: Place | None, replaying: bool) -> TapeError:
         message(
             f"{doing} inside a jitted function, a scan, a vmap or another trace, and "
             f"{'replay' if replaying else 'record'}() was begun outside of it.",
-            [("called at", where(place))] if place else [],
+            [],
             f"{way_out}. For a stack of layers use remat_layers.",
         )
     )

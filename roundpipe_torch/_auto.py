@@ -24,12 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe_core import Flip
 from roundpipe_core._phase import Phase, Run, thread
+from roundpipe_core._places import Place, place_outside, where
 from roundpipe_core._replay import TapedSlot
-from roundpipe_core._slots import Key, Place, where
+from roundpipe_core._slots import Key
 from roundpipe_core._tape import AUTO
 
 from ._decisions import Decisions, Kind, argument, built_in, is_composite, mutated, name_of, watcher
-from ._errors import decided_in_compiled_code, decided_under_a_transform, other_decision, other_shape, user_place
+from ._errors import decided_in_compiled_code, decided_under_a_transform, other_decision, other_shape
 from ._run import DECIDED, TorchRun, is_told
 from ._state import default_generators
 
@@ -153,7 +154,7 @@ class _Watch:
         draws: bool = False,
     ) -> Any:
         """One decision: `decide` makes it, `kept` tells what of it is saved, `give` makes it again from that."""
-        run, place = self.run, user_place()
+        run, place = self.run, place_outside()
         if run.phase is Phase.FORWARD:
             made = decide()
             self._save(run, what, kept(made), place, draws)
@@ -239,7 +240,7 @@ def _choice(watch: _Watch, op: _Operation, args: tuple[Any, ...], kwargs: dict[s
         def make(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             values = _at(args[0], dim, idx)
             if values is None:
-                raise other_shape(_label(watch), name, args[0].shape, idx.shape, user_place())
+                raise other_shape(_label(watch), name, args[0].shape, idx.shape, place_outside())
             return _written(op, args, kwargs, (values, idx))
 
         if torch.is_grad_enabled() and args[0].requires_grad:

@@ -152,6 +152,8 @@ _NO_EXTREMES = (torch.uint16, torch.uint32, torch.uint64)
 
 def _no_bytes(array: torch.Tensor) -> str | None:
     """Why the values of `array` cannot be read from memory."""
+    if type(array) is torch.Tensor and array.is_meta:
+        return "a tensor without values, on the meta device; record a run on a device that has values"
     if array.is_meta or isinstance(array, FakeTensor):
         return "a tensor without values (meta, fake, or traced)"
     if torch._C._functorch.is_functorch_wrapped_tensor(array):

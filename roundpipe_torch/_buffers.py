@@ -33,7 +33,7 @@ from ._modes import Modes, with_children
 from ._notes import Notes
 from ._parts import bytes_of
 from ._state import DrawWatch, Watch
-from ._views import version_of
+from ._views import memory_of, version_of
 
 __all__ = ["Buffers", "Moved", "copies", "not_misled", "settle", "states_of"]
 
@@ -271,14 +271,14 @@ class _Unread(Watch):  # type: ignore[no-untyped-call]
     def __init__(self, layer: str, lost: list[_Buffer]) -> None:
         super().__init__()
         self._layer = layer
-        self._lost = {_storage(buffer.module._buffers[buffer.name]): buffer for buffer in lost}
+        self._lost = {_memory(buffer): buffer for buffer in lost}
         self._fault: MutationError | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves: list[Any] = []
         flatten((args, kwargs), leaves)
         for leaf in leaves:
-            buffer = self._lost.get(_storage(leaf)) if isinstance(leaf, torch.Tensor) else None
+            buffer = self._lost.get(memory_of(leaf)) if isinstance(leaf, torch.Tensor) else None
             if buffer is not None:
                 module = buffer.module
                 _changing.of(module)[buffer.name, module.training] = True  # from now on it is copied in time
@@ -298,7 +298,7 @@ class _Unwritten(Watch):  # type: ignore[no-untyped-call]
     def __init__(self, layer: str, buffer: _Buffer) -> None:
         super().__init__()
         self._layer, self._buffer = layer, buffer
-        self._storage = _storage(buffer.module._buffers[buffer.name])
+        self._memory = _memory(buffer)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -306,7 +306,7 @@ class _Unwritten(Watch):  # type: ignore[no-untyped-call]
         leaves: list[Any] = []
         written = (argument.name for argument in func._schema.arguments if argument.is_write)
         flatten([given.get(name) for name in written], leaves)
-        if any(isinstance(leaf, torch.Tensor) and _storage(leaf) == self._storage for leaf in leaves):
+        if any(isinstance(leaf, torch.Tensor) and memory_of(leaf) == self._memory for leaf in leaves):
             raise self._fault(("written at", user_line()))
         return func(*args, **kwargs)
 
@@ -321,11 +321,9 @@ class _Unwritten(Watch):  # type: ignore[no-untyped-call]
         return buffer_unknown(self._layer, type(buffer.module).__qualname__, buffer.name, facts)
 
 
-def _storage(tensor: Any) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # a sparse one, or one of a class that wraps others
-        return 0
+def _memory(buffer: _Buffer) -> int:
+    held: Any = buffer.module._buffers[buffer.name]
+    return memory_of(held)
 
 
 def _as_before(module: torch.nn.Module, name: str, told: bool) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch.utils import checkpoint as torch_checkpoint
 
 from roundpipe_core import layer_scope
+from roundpipe_core._errors import shown
 from roundpipe_core._phase import Phase, open_slot, thread
 from roundpipe_core._slots import Slot, label_of
 
@@ -30,7 +31,7 @@ from ._state import Generators, generators_of
 from ._torchs import innermost
 from ._transforms import batches_around, transformed
 
-__all__ = ["checkpoint", "checkpoint_sequential", "options_from", "run_region"]
+__all__ = ["checkpoint", "checkpoint_sequential", "options_from", "refuse_no_flags", "run_region"]
 
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 _PLAIN, _WITHOUT_RNG = Options(), Options(preserve_rng_state=False)
@@ -97,7 +98,11 @@ def checkpoint(
         and torch_checkpoint._checkpoint_debug_enabled is None
     ):
         options = _PLAIN if preserve_rng_state else _WITHOUT_RNG
-        return run_region(function, args, kwargs, options, bool(use_reentrant))
+        if use_reentrant and use_reentrant is not True:
+            refuse_no_flags(function, {"use_reentrant": use_reentrant})  # type: ignore[unreachable]
+        return run_region(function, args, kwargs, options, use_reentrant or False)
+    given = {"use_reentrant": use_reentrant, "debug": debug, "early_stop": early_stop, "context_fn": context_fn}
+    refuse_no_flags(function, given)
     options = options_from(
         function,
         context_fn=context_fn,
@@ -134,7 +139,7 @@ def options_from(
             'pass offload="cpu", or Offload(inputs=True, ...) to say what goes to the host.',
         )
     stop, more = _overrides()
-    contexts = None if context_fn is torch_checkpoint.noop_context_fn else context_fn()
+    contexts = None if context_fn is torch_checkpoint.noop_context_fn else _both(target, context_fn())
     return Options(
         label=label,
         preserve_rng_state=preserve_rng_state,
@@ -148,6 +153,34 @@ def options_from(
     )
 
 
+def refuse_no_flags(target: Any, options: Mapping[str, Any]) -> None:
+    """Refuse a text or a list where True or False is meant: any would be true, "no" too."""
+    for name in ("use_reentrant", "debug", "early_stop", "preserve_rng_state"):
+        value = options.get(name)
+        if not hasattr(value, "__bool__"):
+            raise wrong_option(
+                target, f"{name} must be True or False, not {shown(value)}.", f"pass {name}=True or {name}=False."
+            )
+    make = options.get("context_fn")
+    if make is not None and not callable(make):
+        raise wrong_option(
+            target,
+            f"context_fn must be a function, not {shown(make)}.",
+            "pass one that gives two contexts, for the forward and for the recompute.",
+        )
+
+
+def _both(target: Any, given: Any) -> _Contexts:
+    """What context_fn gave: two contexts."""
+    if isinstance(given, (tuple, list)) and [hasattr(type(one), "__exit__") for one in given] == [True, True]:
+        return given[0], given[1]
+    raise wrong_option(
+        target,
+        f"context_fn gave {shown(given)}, not two contexts.",
+        "return two from it, for the forward and for the recompute.",
+    )
+
+
 def _overrides() -> tuple[bool | None, bool | None]:
     stop: bool | None = torch_checkpoint._enable_checkpoint_early_stop
     debug: bool | None = torch_checkpoint._checkpoint_debug_enabled
@@ -157,7 +190,13 @@ def _overrides() -> tuple[bool | None, bool | None]:
 def _one_of(target: Any, name: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
         what = f"{name} must be one of {', '.join(map(repr, known))}, not {value!r}."
-        raise wrong_option(target, what, f"pass {name}={known[0]!r}.")
+        raise wrong_option(target, what, _WAYS_OUT[name])
+
+
+_WAYS_OUT = {
+    "determinism_check": "pass determinism_check='none' to compare nothing, or leave it out.",
+    "verify": "pass verify='warn' to be told of decisions that change, verify='raise' to have an error.",
+}
 
 
 def run_region(
@@ -251,7 +290,8 @@ def checkpoint_sequential(
     Implements R4: a layer here is one of `functions`.
     """
     layers: list[Any] = list(functions)
-    if not 1 <= segments <= max(len(layers), 1):
+    number: Any = segments
+    if not isinstance(number, int) or not 1 <= number <= max(len(layers), 1):
         raise wrong_option(
             functions,
             f"segments must be from 1 to the number of layers ({len(layers)}), not {segments!r}.",

@@ -17,8 +17,9 @@ import torch
 from torch._guards import TracingContext
 
 from roundpipe_core._phase import Phase, Run, open_slot, run_finders, thread
+from roundpipe_core._places import Place
 from roundpipe_core._replay import TapeRun
-from roundpipe_core._slots import Place, Slot, label_of
+from roundpipe_core._slots import Slot, label_of
 
 from . import _compile
 from ._errors import saved_inside_torchs

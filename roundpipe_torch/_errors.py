@@ -18,8 +18,9 @@ import torch
 from torch.utils.checkpoint import CheckpointError
 
 from roundpipe_core import MismatchError, MutationError, OptionError, RoundPipeError, SlotError
-from roundpipe_core._errors import message
-from roundpipe_core._slots import Place, label_of, place_outside, where
+from roundpipe_core._errors import called_here, message
+from roundpipe_core._places import Place, pass_over, place_outside, where
+from roundpipe_core._slots import label_of
 
 __all__ = [
     "OUT_OF_MEMORY",
@@ -56,7 +57,6 @@ __all__ = [
     "tensor_changed",
     "under_a_transform",
     "user_line",
-    "user_place",
     "wrong_option",
 ]
 
@@ -484,19 +484,13 @@ def wrong_option(target: Any, what: str, way_out: str, *facts: tuple[str, str]) 
     return OptionError(message(what, [("layer", repr(label_of(target))), ("called at", user_line()), *facts], way_out))
 
 
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_TRACED = "<eval_with_key>"
-"""Code that torch has written."""
+pass_over(str(Path(torch.__file__).parent) + os.sep, "<eval_with_key>")  # the latter: code that torch has written
 
 
 def user_line() -> str:
     """The innermost line that is neither torch's nor ours."""
-    return where(user_place())
-
-
-def user_place() -> Place:
-    """The file and the number of that line."""
-    return place_outside(_TORCH, _TRACED)
+    return where(place_outside())
 
 
 user_line._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called, not traced, by torch.compile
+called_here._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ from roundpipe_core._slots import Slot
 from roundpipe_core._trees import LEAF, Spec, flatten, unflatten
 
 from ._errors import input_changed
+from ._views import PLAIN
 
 __all__ = [
     "Inputs",
@@ -94,7 +95,7 @@ class Inputs:
         self._specs: tuple[Spec, ...] | None = None
         self._names, self._positional = tuple(kwargs), len(args)
         leaves: Sequence[Any] = (*args, *kwargs.values())
-        self._plain = _TENSORS.issuperset(map(type, leaves))  # no containers, and no tensors that hold others
+        self._plain = PLAIN.issuperset(map(type, leaves))  # no containers, and no tensors that hold others
         if self._plain:
             self._kept = [*map(save_tensor, leaves, repeat(False))]
             self._trained = [*map(_trained, leaves)]
@@ -162,9 +163,6 @@ _trained: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
 
 def _with_gradient(tensor: torch.Tensor, trained: bool) -> torch.Tensor:
     return tensor if tensor.requires_grad is trained else tensor.detach().requires_grad_(trained)
-
-
-_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class _KeptByNode:

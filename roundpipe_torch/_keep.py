@@ -23,7 +23,8 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from roundpipe_core._backend import Backend, backend_of, expand
 from roundpipe_core._phase import Phase
-from roundpipe_core._slots import Place, Slot, label_of
+from roundpipe_core._places import Place
+from roundpipe_core._slots import Slot, label_of
 from roundpipe_core._trees import LEAF, Spec, flatten, unflatten
 
 from ._errors import (

@@ -24,7 +24,7 @@ from weakref import ref
 
 import torch
 
-from roundpipe_core._slots import is_ours
+from roundpipe_core._places import is_ours
 
 from ._errors import user_line
 from ._notes import Notes

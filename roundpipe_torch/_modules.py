@@ -13,10 +13,11 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+from roundpipe_core._errors import shown
 from roundpipe_core._slots import AutoLabel
 
 from . import _compile
-from ._checkpoint import options_from, run_region
+from ._checkpoint import options_from, refuse_no_flags, run_region
 from ._decisions import as_decisions
 from ._errors import wrong_option
 
@@ -98,11 +99,12 @@ def checked(target: Any, options: dict[str, Any]) -> dict[str, Any]:
     if isinstance(target, type) or not callable(target):
         raise wrong_option(
             target,
-            f"remat takes a function or a module object, not {target!r}.",
+            f"remat takes a function or a module object, not {shown(target)}.",
             "pass an instance: remat(Layer(...)).",
         )
     if "auto" in options:
         options = {**options, "auto": as_decisions(target, options["auto"])}
+    refuse_no_flags(target, options)
     options_from(
         target, **{name: value for name, value in options.items() if name not in ("use_reentrant", "context_fn")}
     )

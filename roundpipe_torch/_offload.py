@@ -18,6 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from roundpipe_core._errors import shown
+
 from ._backend import TorchBackend, laid_out, strides_of
 from ._errors import wrong_option
 from ._parts import bytes_of
@@ -76,6 +78,12 @@ class Offload:
                 raise wrong_option(
                     Offload, f"{name} must be a number of bytes, not {value!r}.", f"pass {name}=1 << 20."
                 )
+
+        for name in ("saves", "inputs", "kept"):
+            value = getattr(self, name)
+            if type(value) is not bool:
+                what = f"{name} must be True or False, not {shown(value)}."
+                raise wrong_option(Offload, what, f"pass {name}=True: of all its tensors, or False.")
 
     def move(self, tensor: torch.Tensor, always: bool = False, private: bool = False) -> Shipped | None:
         """`tensor` on its way to the host; None if it stays. `private`: nobody else will write to it."""

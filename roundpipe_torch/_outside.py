@@ -22,7 +22,7 @@ from roundpipe_core import MutationError
 from ._errors import outside_changed, user_line
 from ._inputs import tensors_in
 from ._state import Watch
-from ._views import version_of
+from ._views import memory_of, version_of
 
 __all__ = ["Outside", "Stale"]
 
@@ -81,7 +81,7 @@ class Stale(Watch):  # type: ignore[no-untyped-call]
     def __init__(self, layer: str, changed: Sequence[torch.Tensor], decides: bool) -> None:
         super().__init__()
         self._layer = layer
-        self._of = {_memory(tensor): tensor for tensor in changed}
+        self._of = {memory_of(tensor): tensor for tensor in changed}
         """By the memory that has not what the forward had there, the changed tensor that this comes from."""
         self._partly = {memory for memory, tensor in self._of.items() if decides and not tensor.requires_grad}
         self._read: tuple[torch.Tensor, str] | None = None
@@ -90,15 +90,15 @@ class Stale(Watch):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = tensors_in((args, kwargs))
-        before = {*map(_memory, given)}
+        before = {*map(memory_of, given)}
         source = self._source(func, given)
         outputs = func(*args, **(kwargs or {}))
-        made = {*map(_memory, tensors_in(outputs))}
+        made = {*map(memory_of, tensors_in(outputs))}
         if source is None:
             for memory in made - before:  # new, maybe where another has been
                 self._of.pop(memory, None)
         elif self._overwrites(func, given):
-            self._of.pop(_memory(given[0]), None)
+            self._of.pop(memory_of(given[0]), None)
         elif func._schema.is_mutable or not made or made - before:  # more than a view
             self._read = self._read or (source, user_line())
             self._told = self._told or not (made or func._schema.is_mutable)
@@ -108,7 +108,7 @@ class Stale(Watch):  # type: ignore[no-untyped-call]
     def _source(self, func: Any, given: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """A changed tensor that `func` reads, or reads what comes from it."""
         for n, tensor in enumerate(given):
-            memory = _memory(tensor)
+            memory = memory_of(tensor)
             source = self._of.get(memory)
             if source is not None and not (memory in self._partly and _is_part(func, n, tensor, source)):
                 return source
@@ -116,13 +116,13 @@ class Stale(Watch):  # type: ignore[no-untyped-call]
 
     def _overwrites(self, func: Any, given: Sequence[torch.Tensor]) -> bool:
         """Whether all of a tensor gets new values, none of which comes from a changed one."""
-        if func not in _OVERWRITING or any(_memory(tensor) in self._of for tensor in given[1:]):
+        if func not in _OVERWRITING or any(memory_of(tensor) in self._of for tensor in given[1:]):
             return False
-        return given[0].nbytes == given[0].untyped_storage().nbytes()
+        return given[0].layout is torch.strided and given[0].nbytes == given[0].untyped_storage().nbytes()
 
     def fault(self, tensor: torch.Tensor) -> MutationError | None:
         """What speaks against `tensor`, which the recompute has made for backward."""
-        source = self._of.get(_memory(tensor))
+        source = self._of.get(memory_of(tensor))
         if source is None and not self._told:
             return None
         read, line = self._read or (source, "")
@@ -143,10 +143,3 @@ _OVERWRITING = frozenset(
         _aten.uniform_.default, _aten.random_.default, _aten.bernoulli_.float, _aten.exponential_.default,
     }
 )  # fmt: skip
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # a sparse one
-        return id(tensor)

@@ -390,15 +390,7 @@ class _Reentrant(torch.autograd.Function):
         tensors = tuple(t.detach().requires_grad_(t.requires_grad or idles) for t, idles in given)
         begun = node_count()
         outputs = region.replay(tensors)
-        if len(outputs) != len(grads):
-            raise MismatchError(
-                message(
-                    f"layer {region.slot.label!r}: the forward gave {len(grads)} tensors, the recompute "
-                    f"{len(outputs)}.",
-                    [],
-                    "return the same structure in both phases.",
-                )
-            )
+        _check_agreement(region.slot, grads, outputs)
         with_grad = [
             (out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None and out.requires_grad
         ]
@@ -415,6 +407,28 @@ class _Reentrant(torch.autograd.Function):
         if not _retains():
             region.forget()
         return found
+
+
+def _check_agreement(slot: Slot, grads: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor]) -> None:
+    """R10: both phases return tensors of the same number and shapes."""
+    if len(outputs) != len(grads):
+        raise MismatchError(
+            message(
+                f"layer {slot.label!r}: the forward gave {len(grads)} tensors, the recompute {len(outputs)}.",
+                [],
+                "return the same structure in both phases.",
+            )
+        )
+    for n, (output, grad) in enumerate(zip(outputs, grads, strict=True)):
+        if grad is not None and output.shape != grad.shape:
+            raise MismatchError(
+                message(
+                    f"layer {slot.label!r}: output {n} of the forward has the shape {list(grad.shape)}, that of the "
+                    f"recompute {list(output.shape)}.",
+                    [],
+                    "save what decides about the shape (indices, a mask, a length), whole.",
+                )
+            )
 
 
 class _Final(torch.autograd.Function):

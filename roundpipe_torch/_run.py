@@ -11,8 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from roundpipe_core._backend import backend_of
 from roundpipe_core._phase import Phase, Run
+from roundpipe_core._places import Place
 from roundpipe_core._replay import TapedSlot
-from roundpipe_core._slots import NOTHING, Entry, Key, Place, Slot
+from roundpipe_core._slots import NOTHING, Entry, Key, Slot
 
 from ._backend import adopted, without_gradient
 from ._buffers import Buffers, Moved
@@ -27,7 +28,7 @@ from ._transforms import transformed
 
 __all__ = ["DECIDED", "TorchRun", "is_inside", "is_told", "pack_plainly", "unpack_plainly"]
 
-_TENSORS = backend_of(torch.empty(0))
+_BACKEND = backend_of(torch.empty(0))
 _DEFAULT_PLAN = Offload()
 DECIDED = ("auto", None)
 """Among what a run counts: decisions of `auto`. No scope or region is counted under such a key."""
@@ -108,7 +109,7 @@ class TorchRun(Run):
         if not wanted or self.slot.rows is not None:  # a tape takes the arrays themselves
             return
         for n, backend in enumerate(entry.backends):
-            if backend is _TENSORS:
+            if backend is _BACKEND:
                 moved = self.load().take(entry.leaves[n], always=offload is True, private=True)
                 if moved is not None:
                     entry.leaves[n], entry.backends[n] = moved, MOVED

@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from roundpipe_core._phase import thread
 from roundpipe_core._trees import flatten
 
+from ._views import PLAIN
+
 __all__ = [
     "Ambient",
     "DrawWatch",
@@ -270,7 +272,7 @@ def reached(function: Any, leaves: Collection[Any], closures: list[types.Functio
     """
     if _PLAIN.issuperset(map(type, leaves)) and _reaches_nothing(function):
         return ()
-    others = [leaf for leaf in leaves if type(leaf) not in _TENSORS]
+    others = [leaf for leaf in leaves if type(leaf) not in PLAIN]
     return [*_reached(function, others, (torch.nn.Module, torch.Tensor), closures)]
 
 
@@ -325,8 +327,7 @@ def _reached(
 
 _LEAD_NOWHERE = frozenset({type(None), type, types.ModuleType, types.BuiltinFunctionType})
 """What most names of a function's globals stand for."""
-_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str, object})
+_PLAIN = frozenset({*PLAIN, type(None), bool, int, float, str, object})
 """What most arguments are."""
 
 

@@ -13,7 +13,8 @@ from typing import Any, NoReturn, TypeVar
 
 from roundpipe_core import GradientError, OptionError, PhaseError, RoundPipeError, SlotError
 from roundpipe_core._errors import message
-from roundpipe_core._slots import Key, Place, is_ours, spoken, where
+from roundpipe_core._places import Place, is_ours, where
+from roundpipe_core._slots import Key, spoken
 
 from ._decided import learn_to_trace
 from ._errors import CompileError
@@ -74,7 +75,8 @@ def _region() -> _Region | None:
         return None
     if between is not None:
         text = f"a checkpointed layer makes a decision inside {between}, which torch.compile keeps as a whole."
-        raise _ending_the_graph(CompileError, "UncapturedHigherOrderOpError")(message(text, [], "save outside of it."))
+        text = message(text, [_traced_at()], "save outside of it.")
+        raise _ending_the_graph(CompileError, "UncapturedHigherOrderOpError")(text)
     region: _Region | None = vars(tracer).get("_roundpipe")
     if region is None:  # of ours, or of torch's own checkpoint
         learn_to_trace()
@@ -187,8 +189,8 @@ def refuse_read() -> None:
     _stop(
         PhaseError,
         "get_recompute_data() was called in the forward.",
-        "call it only where doing_recompute() is True, or use `data = save_for_recompute(data)`, which works in both "
-        "phases.",
+        "call it only where doing_recompute() is True, or use `(data,) = save_for_recompute(data)`, which works in "
+        "both phases.",
     )
 
 
@@ -233,7 +235,7 @@ def split(what: str) -> None:
 
 
 def _stop(kind: type[RoundPipeError], what: str, way_out: str, *facts: tuple[str, str]) -> NoReturn:
-    raise _ending_the_graph(kind)(message(what, [*facts, ("at", where(_user_place()))], way_out))
+    raise _ending_the_graph(kind)(message(what, [*facts, _traced_at()], way_out))
 
 
 def _ending_the_graph(kind: type[RoundPipeError], dynamos: str = "Unsupported") -> type[RoundPipeError]:
@@ -242,6 +244,10 @@ def _ending_the_graph(kind: type[RoundPipeError], dynamos: str = "Unsupported") 
 
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (getattr(exc, dynamos), kind), names)
+
+
+def _traced_at() -> tuple[str, str]:
+    return "at", where(_user_place())
 
 
 def _user_place() -> Place:

@@ -7,7 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Origins", "View", "storage_of", "version_of"]
+__all__ = ["PLAIN", "Origins", "View", "memory_of", "storage_of", "version_of"]
+
+
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+"""The classes of tensors that are no containers of others."""
 
 
 class View(NamedTuple):
@@ -105,9 +109,17 @@ def _runs(tensor: torch.Tensor) -> list[tuple[int, int]] | None:
 
 def storage_of(tensor: torch.Tensor) -> int | None:
     """Names the memory of a plain tensor; None for one that has no memory of its own."""
-    if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if tensor.layout is not torch.strided or type(tensor) not in PLAIN:
         return None
     return int(tensor.untyped_storage()._cdata)
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Names the memory of any tensor; of one that has none to name, the tensor itself, as long as it lives."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # a sparse one, or one of a class that wraps others
+        return id(tensor)
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -17,6 +17,7 @@ from roundpipe_core import OptionError, Tape, TapeError, layer_scope, recompute_
 from roundpipe_core._backend import numpys
 from roundpipe_core._phase import Run, open_slot, thread
 from roundpipe_core._slots import AutoLabel
+from tests.said import said
 
 ROOT = Path(__file__).parents[2]
 
@@ -240,14 +241,16 @@ def test_what_recompute_once_gave() -> None:
 def test_the_wrong_batch_is_refused_before_a_number_is_computed() -> None:
     with (
         pytest.raises(
-            TapeError, match=r"shape \[5, 2\], where the layer decides \[6, 2\]\.\n  way out: replay it with"
+            TapeError,
+            match=r"shape \[5, 2\], where the layer decides \[6, 2\]\.\n  called at: .*\n  way out: replay it with",
         ),
         replay(Tape.from_routing(routing(), experts=8)),
     ):
         layer("moe", lambda: save_for_recompute(np.zeros((6, 2), "int64")))
     with (
         pytest.raises(
-            TapeError, match=r"decides \[6, 2\]\.\n  way out: make the tape .* mask\.flatten\(\), the routing"
+            TapeError,
+            match=r"decides \[6, 2\]\.\n  called at: .*\n  way out: make the tape .* mask\.flatten\(\), the routing",
         ),
         replay(Tape.from_routing(routing(6).reshape(2, 3, 3, 2), experts=8)),
     ):
@@ -542,7 +545,7 @@ def test_wrong_routing_is_told(name: str) -> None:
     with pytest.raises(TapeError) as caught:
         Tape.from_routing(**{"experts": 8, **arguments})
 
-    assert str(caught.value) == f"the routing has {fault}.\n  way out: {way_out}"
+    assert said(caught.value, __file__) == [f"the routing has {fault}.", f"  way out: {way_out}"]
 
 
 def test_the_last_expert_may_be_a_choice() -> None:
@@ -627,6 +630,12 @@ def test_the_way_back_takes_loops_over_layers_apart(tmp_path: Path) -> None:
     assert np.array_equal(Tape.load(tmp_path / "a.tape").to_routing(), given_TLK)
 
 
+NAMED = (
+    "give the name= under which the layers save their indices, and the item= that they are in it; tape.entries() lists "
+    "all."
+)
+
+
 def test_the_way_back_names_what_is_missing() -> None:
     with record() as tape:
         layer("moe", lambda: save_for_recompute(np.arange(3), np.arange(4), name="plan"))
@@ -645,7 +654,13 @@ def test_the_way_back_names_what_is_missing() -> None:
             {"name": "x"},
             "the tape has no routing named 'x'.",
             "  it has: slot 'plan', the unnamed slot",
-            "  way out: give the name= under which the layers save their indices; tape.entries() lists all.",
+            f"  way out: {NAMED}",
+        ),
+        (
+            {"name": "plan", "item": "[7]"},
+            "the tape has no routing named 'plan', item '[7]'.",
+            "  it has: slot 'plan', the unnamed slot",
+            f"  way out: {NAMED}",
         ),
         (
             {"dtype": "float32"},
@@ -655,7 +670,7 @@ def test_the_way_back_names_what_is_missing() -> None:
     ]:
         with pytest.raises((TapeError, OptionError)) as caught:
             tape.to_routing(**arguments)
-        assert str(caught.value).splitlines() == told
+        assert said(caught.value, __file__) == told
     with pytest.raises(TapeError, match=r"^the tape has no routing\.\n  it has: nothing\n"):
         Tape().to_routing()
 
@@ -670,13 +685,13 @@ def test_the_way_back_refuses_layers_of_several_shapes_and_narrow_dtypes() -> No
     assert tape.to_routing().tolist() == [[[300]]]
     with pytest.raises(TapeError) as caught:
         tape.to_routing(dtype="int8")
-    assert str(caught.value).splitlines() == [
+    assert said(caught.value, __file__) == [
         "layer 'a': experts from 300 to 300, which int8 cannot hold.",
         '  way out: give a wider dtype, such as dtype="int32".',
     ]
     with pytest.raises(TapeError) as caught:
         other.to_routing()
-    assert str(caught.value).splitlines() == [
+    assert said(caught.value, __file__) == [
         "the layers of the tape do not route alike.",
         "  a: [2, 1]",
         "  b: [3, 1]",
@@ -705,12 +720,15 @@ def test_the_way_back_of_a_number_and_without_numpy(monkeypatch: pytest.MonkeyPa
         layer("a", lambda: save_for_recompute(np.array(3)))
     with pytest.raises(TapeError) as caught:
         tape.to_routing()
-    assert str(caught.value) == "the tape's routing is a single number.\n  way out: save the index of each token."
+    assert said(caught.value, __file__) == [
+        "the tape's routing is a single number.",
+        "  way out: save the index of each token.",
+    ]
     whole = Tape.from_routing([[[0, 1]]], experts=2)
     monkeypatch.setitem(sys.modules, "numpy", None)
     with pytest.raises(TapeError) as caught:
         whole.to_routing()
-    assert str(caught.value) == "routing is given as a numpy array.\n  way out: install numpy."
+    assert said(caught.value, __file__) == ["routing is given as a numpy array.", "  way out: install numpy."]
 
 
 def test_the_way_back_leaves_out_saves_of_other_names() -> None:

@@ -31,6 +31,7 @@ from roundpipe_core import (
 from roundpipe_core._phase import Phase, Run, open_slot, thread
 from roundpipe_core._slots import Slot, label_of
 from roundpipe_core._tape import taken_from
+from tests.said import said
 
 
 def run(phase: Phase, slot: Slot, function):
@@ -243,7 +244,7 @@ def test_regions_of_one_label_around_a_save_are_not_guessed() -> None:
     for function in (layer, scoped, read_in_another_order):
         with pytest.raises(SlotError) as caught:
             both(function)
-        assert lines(caught.value) == [
+        assert said(caught.value, __file__) == [
             "layer 'layer': 'expert' runs before and after a save that the recompute read at another point, so which "
             "of the forward's decisions belongs here cannot be told.",
             "  way out: give the calls different labels, wrap them in layer_scope, or read the data where it was "
@@ -267,7 +268,7 @@ def test_get_outside_a_recompute() -> None:
     assert lines(caught.value) == [
         "get_recompute_data() was called outside a recompute.",
         f"  called at: {place}",
-        "  way out: call it only where doing_recompute() is True, or use `data = save_for_recompute(data)`, which "
+        "  way out: call it only where doing_recompute() is True, or use `(data,) = save_for_recompute(data)`, which "
         "works in both phases.",
     ]
     assert isinstance(caught.value, AssertionError)
@@ -746,3 +747,26 @@ def test_a_process_of_multiprocessing_begins_outside_of_layers() -> None:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), worker.exitcode
 
     assert run_alone(Phase.RECOMPUTE, layer) == (3, 4)
+
+
+def test_a_function_of_ours_as_a_callback_tells_the_users_line() -> None:
+    for call in (update_once, recompute_once):
+        phase, slot = open_slot("layer")
+        with pytest.raises(PhaseError) as caught:
+            run(phase, slot, lambda call=call: call(get_recompute_data))
+        assert f"  called at: {here(-1)}" in lines(caught.value)
+
+
+@pytest.mark.parametrize("call", [recompute_once, keep, update_once])
+def test_a_value_in_place_of_a_function_is_told(call) -> None:
+    def inside():
+        phase, slot = open_slot("layer")
+        run(phase, slot, lambda: call([1, 2]))
+
+    for where in (lambda: call([1, 2]), inside):
+        with pytest.raises(OptionError) as caught:
+            where()
+        assert lines(caught.value)[0] == f"{call.__name__} takes a function and its arguments, not [1, 2]."
+        assert said(caught.value, __file__)[-1].startswith("  way out: ")
+    with pytest.raises(TypeError, match="object is not iterable"):
+        call(lambda: sorted(3))

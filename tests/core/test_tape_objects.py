@@ -13,6 +13,7 @@ import pytest
 
 from roundpipe_core import OptionError, Tape, TapeError, diff, get_recompute_data, record, replay, save_for_recompute
 from roundpipe_core._phase import Run, open_slot, thread
+from tests.said import said
 
 
 class Plan(NamedTuple):
@@ -125,7 +126,7 @@ def test_a_tape_is_read_after_its_block() -> None:
         for read in reads.values():
             with pytest.raises(TapeError) as caught:
                 read(tape)
-            assert str(caught.value).splitlines() == [
+            assert said(caught.value, __file__) == [
                 "the tape is still being recorded.",
                 "  way out: use it after the block of `with record()`.",
             ]
@@ -145,7 +146,7 @@ def test_a_tape_is_read_after_its_block() -> None:
 def test_a_path_is_no_tape(asked: str, function, given: Any) -> None:
     with pytest.raises(OptionError) as caught:
         function(given)
-    assert str(caught.value).splitlines() == [
+    assert said(caught.value, __file__) == [
         f"{asked} takes a Tape, not {type(given).__name__}.",
-        "  way out: make one by `with record() as tape:`, Tape.load(path) or Tape.from_routing(routing).",
+        "  way out: make one by `with record() as tape:`, Tape.load(path) or Tape.from_routing(routing, experts=...).",
     ]

@@ -43,6 +43,7 @@ from roundpipe_core import (
 from roundpipe_core._files import new_memory, read_exactly, read_into, write_all
 from roundpipe_core._phase import Run, open_slot, thread
 from roundpipe_core._safetensors import HEADER_LIMIT, FaultError, parsed_json
+from tests.said import said
 
 ROOT = Path(__file__).parents[2]
 _PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -234,7 +235,7 @@ def test_arrays_of_a_shape_that_is_not_known_are_told(tmp_path: Path, monkeypatc
     monkeypatch.setattr(_tapefile, "described", lambda leaf: ("int64", ("n", 2)))
     with pytest.raises(TapeError) as caught:
         saved(np.zeros(2)).save(tmp_path / "a.tape")
-    assert str(caught.value).splitlines() == [
+    assert said(caught.value, __file__) == [
         "layer 'moe', the unnamed slot, item [0]: a ndarray of the shape ['n', 2], cannot be kept in a file.",
         "  way out: save arrays of a known shape.",
     ]
@@ -301,7 +302,7 @@ def test_a_tape_of_nothing(tmp_path: Path) -> None:
 def test_a_recording_is_not_saved_before_it_ends(tmp_path: Path) -> None:
     with record() as tape, pytest.raises(TapeError) as caught:
         tape.save(tmp_path / "a.tape")
-    assert str(caught.value).splitlines() == [
+    assert said(caught.value, __file__) == [
         "the tape is still being recorded.",
         "  way out: use it after the block of `with record()`.",
     ]
@@ -466,7 +467,7 @@ def test_what_no_file_holds_is_named(tmp_path: Path, value: Any, what: str, bett
     with pytest.raises(TapeError) as caught:
         tape.save(tmp_path / "a.tape")
 
-    headline, way_out = str(caught.value).splitlines()
+    headline, way_out = said(caught.value, __file__)
     assert re.fullmatch(
         rf"layer 'moe', slot 'plan'(, item \[1\]\['x'\]\S*)?: {re.escape(what)}, cannot be kept in a file\.", headline
     )
@@ -499,7 +500,7 @@ def test_layers_that_no_file_holds_are_named(tmp_path: Path) -> None:
     ]:
         with pytest.raises(TapeError) as caught:
             tape.save(tmp_path / "a.tape")
-        assert str(caught.value) == f"{headline}, cannot be kept in a file.\n  way out: {way_out}"
+        assert said(caught.value, __file__) == [f"{headline}, cannot be kept in a file.", f"  way out: {way_out}"]
 
 
 def test_sets_of_tuples_and_of_sets_come_back(tmp_path: Path) -> None:
@@ -524,7 +525,7 @@ def test_too_many_counts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     with pytest.raises(TapeError) as caught:
         tape.save(tmp_path / "a.tape")
-    assert str(caught.value).splitlines() == [
+    assert said(caught.value, __file__) == [
         "one layer makes too many decisions of too many names for a file.",
         "  way out: save in checkpointed layers, of which each has a few.",
     ]
@@ -535,7 +536,7 @@ def test_too_many_counts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_too_much_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TapeError) as caught:
         saved("x" * HEADER_LIMIT).save(tmp_path / "a.tape")
-    headline, way_out = str(caught.value).splitlines()
+    headline, way_out = said(caught.value, __file__)
     assert re.fullmatch(
         rf"the tape's numbers, texts and structures need 83\d{{5}} bytes, where {HEADER_LIMIT} are allowed\.", headline
     )
@@ -718,9 +719,8 @@ def test_hostile_heads(tmp_path: Path, name: str) -> None:
 
 def assert_told(error: BaseException, path: Path, fault: str) -> None:
     """`fault` ends in … where Python goes on in its own words."""
-    headline, way_out = str(error).splitlines()
-    said, dots, _ = fault.partition("…")
-    wanted = f"{path} is not a tape that can be read: {said}"
+    headline, way_out = said(error, __file__)
+    wanted, dots, _ = f"{path} is not a tape that can be read: {fault}".partition("…")
     assert headline.startswith(wanted) if dots else headline == f"{wanted}."
     assert way_out == "  way out: " + (
         "read it with the release of this library that wrote it, or write it again with this one."
@@ -1005,7 +1005,10 @@ def test_what_is_no_file_is_told(tmp_path: Path) -> None:
     ]:
         with pytest.raises(TapeError) as caught:
             function(path)
-        assert str(caught.value) == f"{path}: {kind}, not a file.\n  way out: give the path of a regular file."
+        assert said(caught.value, __file__) == [
+            f"{path}: {kind}, not a file.",
+            "  way out: give the path of a regular file.",
+        ]
     assert files_open() == before
     (tmp_path / "socket").unlink()
     for function in (Tape.load, saved(1).save):

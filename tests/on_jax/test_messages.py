@@ -1,6 +1,7 @@
 """Every error of the JAX frontend, line by line."""
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,18 @@ import pytest
 from roundpipe_jax import (
     GradientError,
     MismatchError,
+    Offload,
     OptionError,
     PhaseError,
     SlotError,
     doing_recompute,
     get_recompute_data,
     remat,
+    save_either,
     save_for_recompute,
+    save_policy,
 )
+from tests.said import said
 
 X = jnp.ones((2, 3))
 
@@ -49,6 +54,18 @@ def test_a_saved_tangent() -> None:  # R5
         "  way out: save jax.lax.stop_gradient(value) if it is a decision; if it is not, do not save it: the recompute "
         "makes it again.",
     ]
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_what_jax_says_of_a_layer_names_its_line(saves: bool) -> None:
+    def layer(x: Any) -> Any:
+        if saves:
+            save_for_recompute(1)
+        return jnp.sin(x) if x.sum() > 0 else x
+
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        jax.jit(jax.grad(lambda x: remat(layer)(x).sum()))(X)
+    assert f"function layer at {place(layer)} " in str(caught.value).replace(__file__, "test_messages.py")
 
 
 def test_a_branch_that_was_not_saved() -> None:
@@ -194,6 +211,7 @@ def test_a_save_inside_a_custom_derivative() -> None:
     ]
 
 
+POLICIES = '  way out: give save_policy("name"), save_dots(), or one of jax.checkpoint_policies.'
 OPTIONS = {
     "mode": (
         lambda: remat(jnp.sin, mode="magic"),  # type: ignore[call-overload]
@@ -213,7 +231,7 @@ OPTIONS = {
     ),
     "argnums": (
         lambda: remat(jnp.sin, static_argnums="x"),  # type: ignore[arg-type]
-        ["remat: static_argnums='x'.", "  way out: give positions: an int, or a tuple of ints."],
+        ["remat: static_argnums='x' gives no positions.", "  way out: give positions: an int, or a tuple of ints."],
     ),
     "argnums of a call": (
         lambda: remat(lambda x: x, static_argnums=2, label="one")(X),
@@ -223,18 +241,71 @@ OPTIONS = {
             "  way out: count from 0, or use static_argnames for arguments passed by name.",
         ],
     ),
+    "argnums of one": (
+        lambda: remat(jnp.sin, static_argnums=1.5),  # type: ignore[call-overload]
+        ["remat: static_argnums=1.5 gives no positions.", "  way out: give positions: an int, or a tuple of ints."],
+    ),
+    "argnames": (
+        lambda: remat(jnp.sin, static_argnames=3),  # type: ignore[call-overload]
+        [
+            "remat: static_argnames=3 gives no names.",
+            "  way out: give names of arguments: a string, or a tuple of strings.",
+        ],
+    ),
+    "argnames of another layer": (
+        lambda: remat(math.hypot, static_argnames="x") and remat(sorted, static_argnames=("key", "revers")),
+        [
+            "layer 'sorted': static_argnames names 'revers', which it does not take.",
+            "  it takes: iterable, key, reverse",
+            "  way out: give names of its arguments.",
+        ],
+    ),
+    "label": (
+        lambda: remat(jnp.sin, label=3),  # type: ignore[call-overload]
+        ["remat: label must be a string, not 3.", '  way out: name the layer, as in label="block 3".'],
+    ),
+    "policy": (lambda: remat(jnp.sin, policy=["dots"]), ["remat: ['dots'] is no policy.", POLICIES]),
+    "either policy": (lambda: save_either("dots"), ["save_either: 'dots' is no policy.", POLICIES]),
+    "names": (
+        lambda: save_policy(["a"]),  # type: ignore[arg-type]
+        [
+            "save_policy takes names, not ['a'].",
+            '  way out: give each as a string: save_policy("attention", "mlp").',
+        ],
+    ),
+    "min_bytes": (
+        lambda: Offload(min_bytes="1 MB"),  # type: ignore[arg-type]
+        ["min_bytes must be a number of bytes, not '1 MB'.", "  way out: pass min_bytes=1 << 20."],
+    ),
+    "inputs": (
+        lambda: Offload(inputs=[0]),  # type: ignore[arg-type]
+        [
+            "inputs must be True, False or a tuple of positions, not [0].",
+            "  way out: pass inputs=True for all arguments, inputs=(0,) for the first.",
+        ],
+    ),
+    "prevent_cse of more arguments": (
+        lambda: remat(lambda x: x, prevent_cse=(True, False))(X),
+        [
+            "remat: prevent_cse=(True, False) does not fit the arguments of the call.",
+            "  positional arguments: 1",
+            "  JAX says: pytree structure error: different lengths of tuple at key path",
+            "  way out: give True, False, None, or one of them per argument.",
+        ],
+    ),
     "prevent_cse": (
         lambda: remat(jnp.sin, prevent_cse="no")(X),
-        ["remat: prevent_cse='no'.", "  way out: give True, False, None, or one of them per argument."],
+        ["remat: prevent_cse='no' does not exist.", "  way out: give True, False, None, or one of them per argument."],
     ),
 }
 
 
 @pytest.mark.parametrize("what", OPTIONS)
 def test_options_that_do_not_exist(what: str) -> None:
-    run, [headline, *rest] = OPTIONS[what]
-    called = f"  called at: test_messages.py:{run.__code__.co_firstlineno}"
-    assert raised(OptionError, run) == [headline, called, *rest]
+    run, expected = OPTIONS[what]
+    with pytest.raises(OptionError) as caught:
+        run()
+    assert said(caught.value, __file__) == expected
 
 
 def test_a_policy_in_the_residual_lane() -> None:

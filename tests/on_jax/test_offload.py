@@ -9,6 +9,7 @@ import pytest
 from roundpipe_jax import Offload, OptionError, explain, keep, remat, remat_layers, save_either, save_for_recompute
 from roundpipe_jax import _offload as module
 from tests.on_jax.oracle import LANES, same
+from tests.said import said
 
 T, D, L = 4, 2, 3
 W, X = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate(((D, D), (T, D))))
@@ -185,9 +186,7 @@ def test_wrong_options_are_errors() -> None:
         remat(layer, offload="gpu")
     with pytest.raises(OptionError) as caught:
         step(remat(layer, offload=Offload(inputs=(2,)), label="one"))(W, X)
-    lines = str(caught.value).splitlines()
-    assert lines.pop(1).startswith(f"  called at: {__file__}:")
-    assert lines[:3] == [
+    assert said(caught.value, __file__)[:3] == [
         "layer 'one': offload moves inputs (2,), and the call has fewer.",
         "  positional arguments: 2",
         "  way out: count from 0, or say inputs=True.",

@@ -21,6 +21,7 @@ from roundpipe_jax import (
     save_policy,
 )
 from tests.on_jax.oracle import LANES
+from tests.said import said
 
 W, X = jnp.ones((4, 4)), jnp.ones((3, 4))
 POLICIES = jax.checkpoint_policies
@@ -84,7 +85,7 @@ def test_a_name_that_matches_nothing_is_an_error(way: Any) -> None:
         step = way(jax.grad(lambda w, x, f=f: remat(f, policy=save_policy("h", "q"), label="one")(w, x).sum()))
         with pytest.raises(OptionError) as caught:
             step(W, X)
-        assert str(caught.value).splitlines()[:4] == [
+        assert said(caught.value, __file__)[:3] == [
             "layer 'one': the policy names 'q', and nothing in the layer is called that.",
             f"  called at: {__file__}:{at}",
             "  names in the layer: 'h'",

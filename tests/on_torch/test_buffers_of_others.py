@@ -126,3 +126,25 @@ def test_a_large_buffer_that_the_layer_does_not_read_may_change(use_reentrant) -
         module.scale.add_(1)
         y.sum().backward()
         torch.testing.assert_close(x.grad, torch.ones(3).exp() * LARGE)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_another_sparse_buffer_is_not_taken_for_the_one_that_is_gone() -> None:
+    class Masked(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            places = torch.arange(2 * LARGE).view(2, -1) % 4
+            for name in ("seen", "mask"):
+                self.register_buffer(name, torch.sparse_coo_tensor(places, torch.ones(LARGE)))
+
+        def forward(self, x):
+            return torch.sparse.mm(self.mask, x).sin()
+
+    module, x = Masked(), torch.ones(4, 2, requires_grad=True)
+    checkpoint(module, x).sum().backward()  # a first forward copies them
+    y = checkpoint(module, x)
+    module.seen.mul_(2)
+    y.sum().backward()
+    plain = x.detach().requires_grad_()
+    module(plain).sum().backward()
+    assert torch.equal(x.grad, 2 * plain.grad)

@@ -252,10 +252,13 @@ def test_frozen_inputs_train_the_weights() -> None:
     [
         ({"verfy": "warn"}, "remat has no option 'verfy'.", "did you mean 'verify'?"),
         ({"polcy": 1}, "remat has no option 'polcy'.", "leave it out."),
-        ({"verify": "yes"}, "verify must be one of 'off', 'warn', 'raise', not 'yes'.", "pass verify='off'."),
-        ({"verify": ["warn"]}, "verify must be one of 'off', 'warn', 'raise', not ['warn'].", "pass verify='off'."),
+        ({"verify": "yes"}, "verify must be one of 'off', 'warn', 'raise', not 'yes'.", "pass verify='warn' to be"),
+        ({"verify": ["warn"]}, "verify must be one of 'off', 'warn', 'raise', not ['warn'].", "pass "),
         ({"determinism_check": {}}, "determinism_check must be one of 'default', 'none', not {}.", "pass "),
         ({"label": 3}, "label must be a string, not 3.", 'name the layer, as in label="block 3".'),
+        ({"use_reentrant": "no"}, "use_reentrant must be True or False, not 'no'.", "pass use_reentrant=True or "),
+        ({"early_stop": []}, "early_stop must be True or False, not [].", "pass early_stop=True or "),
+        ({"context_fn": 3}, "context_fn must be a function, not 3.", "pass one that gives two contexts"),
         ({"label": ["a"]}, "label must be a string, not ['a'].", "name the layer"),
     ],
 )
@@ -276,6 +279,13 @@ def test_options_that_cannot_be(options, line, way_out) -> None:
 def test_targets_that_cannot_be(target) -> None:
     with pytest.raises(OptionError, match=r"remat takes a function or a module object, not"):
         remat(target)
+
+
+def test_a_target_that_is_long_is_told_in_a_line() -> None:
+    with pytest.raises(OptionError, match=r"^remat takes a function or a module object, not a Tensor\.\n"):
+        remat(torch.ones(20, 20))
+    with pytest.raises(OptionError, match=r"^remat takes a function or a module object, not the class Linear\.\n"):
+        remat(nn.Linear)
 
 
 # checkpoint_sequential
@@ -307,9 +317,9 @@ def test_sequential_of_functions_and_its_errors() -> None:
     with pytest.raises(OptionError, match=r"segments must be from 1 to the number of layers \(0\), not 2") as caught:
         checkpoint_sequential([], 2, x)
     assert str(caught.value).splitlines()[-1] == "  way out: pass fewer segments, or more layers."
-    for segments in (0, 4, -1):
+    for segments in (0, 4, -1, "2"):
         with pytest.raises(
-            OptionError, match=rf"segments must be from 1 to the number of layers \(3\), not {segments}"
+            OptionError, match=rf"segments must be from 1 to the number of layers \(3\), not {segments!r}"
         ):
             checkpoint_sequential([torch.exp, torch.sin, torch.tanh], segments, x)
 

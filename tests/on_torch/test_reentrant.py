@@ -408,7 +408,24 @@ def test_phases_that_return_other_structures() -> None:
     assert lines(caught)[-1].strip() == "way out: return the same structure in both phases."
 
 
-@pytest.mark.parametrize("options", [{"debug": True}, {"context_fn": lambda: (None, None)}, {"verify": "warn"}])
+def test_phases_that_return_other_shapes() -> None:
+    layer = remat(lambda x: x.exp() if not doing_recompute() else x[:1].exp(), use_reentrant=True, label="cut")
+    y = layer(leaf())
+    with pytest.raises(MismatchError) as caught:
+        y.sum().backward()
+    first, place, way_out = lines(caught)
+    shape = list(leaf().shape)
+    assert (
+        first == f"layer 'cut': output 0 of the forward has the shape {shape}, that of the recompute {[1, *shape[1:]]}."
+    )
+    assert place.startswith(f"  called at: {__file__}:")
+    assert way_out == "  way out: save what decides about the shape (indices, a mask, a length), whole."
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"debug": True}, {"context_fn": lambda: (contextlib.nullcontext(), contextlib.nullcontext())}, {"verify": "warn"}],
+)
 def test_options_of_the_other_engine(options) -> None:
     with pytest.raises(OptionError, match="context_fn, debug and verify do not go with use_reentrant=True") as caught:
         remat(torch.exp, use_reentrant=True, **options)(leaf())

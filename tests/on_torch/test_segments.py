@@ -16,6 +16,7 @@ from roundpipe_torch import (
     save_for_recompute,
 )
 from tests.on_torch.oracle import agree, leaf
+from tests.said import said
 
 D = 6
 
@@ -178,7 +179,7 @@ def test_a_stretch_that_the_recompute_lacks_is_an_error_that_lists_both() -> Non
     with pytest.raises(CheckpointMismatchError) as caught:
         checkpoint(layer, leaf(D, D)).sum().backward()
     one = "float32[6, 6] on cpu"
-    first, *rest, way_out = str(caught.value).splitlines()
+    first, *rest, way_out = said(caught.value, __file__)
     assert f"backward needs {one}, saved by the forward as number 45" in first
     assert rest == [
         "  forward saved: 46 tensors",

@@ -20,6 +20,7 @@ from roundpipe_torch import (
     remat,
     save_for_recompute,
 )
+from tests.said import said
 
 T, E = 8, 4
 
@@ -79,7 +80,7 @@ def test_flips_are_told_and_nothing_else_changes(style) -> None:
     assert len(caught) == 1
     flip = Flip("block 3", ITEMS[style], rows=6, total=8, first=1)  # those that did not choose expert 0
     assert caught[0].message.flips == (flip,)
-    text = str(caught[0].message).splitlines()
+    text = said(caught[0].message, __file__)
     assert text[0] == "layer 'block 3': a plain recompute would not repeat the forward."
     assert text[1] == f"  found: layer 'block 3', {ITEMS[style]}: 6 of 8 rows flipped, first row 1"
     assert text[2].startswith("  way out: for saved items nothing is wrong")
