@@ -70,7 +70,7 @@ class Modes:
             for name in [*now] if repeats else [*then]:
                 before, after = then.get(name, _ABSENT), now.get(name, _ABSENT)
                 if before is after:  # others may put another there
-                    wanted = type(before) in _PLAIN or _is_data(before)
+                    wanted = _is_plain(before) or _is_data(before)
                 elif _is_data(before) or _is_data(after):
                     wanted = repeats
                 else:
@@ -144,11 +144,11 @@ def _has_changed(attribute: _Attribute) -> bool:
     """Whether it is another tensor now, or number. What may become anything else, as FSDP's notes, is left alone."""
     module, name, then = attribute
     now = _found(module, name)
-    return now is not then and (type(then) in _PLAIN or _is_data(then) or _is_data(now))
+    return now is not then and (_is_plain(then) or _is_data(then) or _is_data(now))
 
 
 _NUMBERS = frozenset({bool, int, float})
-_PLAIN = _NUMBERS | {str}
+_MOST_NAMES = 64
 _OF_FRAMEWORKS = ("_", "ds_", "training")
 """Where they keep numbers that may not be turned back. DeepSpeed counts in `ds_...`."""
 
@@ -156,6 +156,14 @@ _OF_FRAMEWORKS = ("_", "ds_", "training")
 def _may_have_more(module: torch.nn.Module) -> bool:
     """Whether its class or a hook may set attributes of a tensor."""
     return bool(module._forward_pre_hooks) or not type(module).__module__.startswith("torch.nn.modules.")
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a number, a name, or some names."""
+    if type(value) in _NUMBERS:
+        return True
+    names = value if type(value) is list or type(value) is tuple else (value,)
+    return 0 < len(names) <= _MOST_NAMES and all(type(name) is str for name in names)
 
 
 def _is_data(value: Any) -> bool:

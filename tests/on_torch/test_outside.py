@@ -257,6 +257,60 @@ REBINDING: dict[str, Any] = {
 }
 
 
+class Steered(nn.Module):
+    """By attributes of all kinds; and it counts its calls, those of the forward and those of the recompute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.other = nn.Linear(D, D), nn.Linear(D, D)
+        for n, weight in enumerate(self.parameters()):
+            nn.init.normal_(weight, generator=torch.Generator().manual_seed(n))
+        self._off, self.active, self.names = False, "first", ["first", "other"]
+        self.top_k, self.temperature = 2, 0.5
+        self.forwards = self.recomputes = 0
+
+    def forward(self, x):
+        if doing_recompute():
+            self.recomputes += 1
+        else:
+            self.forwards += 1
+        (best,) = save_for_recompute(x.detach().argsort(-1)[:, : self.top_k])
+        out = getattr(self, self.active)(x) * self.temperature
+        for name in self.names:
+            out = out + getattr(self, name)(x).sin()
+        return (x if self._off else out).gather(-1, best) * self.top_k
+
+
+STEERING = {
+    "a flag": ("_off", True),
+    "a name": ("active", "other"),
+    "names": ("names", ["first"]),
+    "a count": ("top_k", 300),
+    "a number": ("temperature", 2.0),
+}
+
+
+@pytest.mark.parametrize("way", ENGINES)
+@pytest.mark.parametrize("what", list(STEERING))
+def test_what_steers_a_module_is_that_of_the_forward(what, way) -> None:
+    """Of each microbatch. What others have set stays set, and what the layer counts is counted (peft issue 2832)."""
+    name, other = STEERING[what]
+
+    def scenario(way):
+        net, x = Steered(), leaf(T, D)
+        first = way(net, x)
+        setattr(net, name, other)
+        second = way(net, x)
+        for y in (first, second):
+            y.square().sum().backward()
+        assert getattr(net, name) == other
+        assert net.forwards == 2
+        assert net.recomputes == (0 if way is plain else 2)
+        return x.grad, [p.grad for p in net.parameters()]
+
+    same(scenario(way), scenario(plain))
+
+
 @pytest.mark.parametrize("way", ENGINES)
 @pytest.mark.parametrize("name", list(REBINDING))
 def test_what_the_names_of_a_module_stood_for_in_its_forward(name, way) -> None:

@@ -199,19 +199,21 @@ def test_leaves_that_only_the_recompute_has() -> None:
 
 
 class Adapted(nn.Module):
+    """Knows in a dict what is active: whatever else is in there is its own affair."""
+
     def __init__(self):
         super().__init__()
-        self.first, self.other, self.active = nn.Linear(4, 4), nn.Linear(4, 4), "first"
+        self.first, self.other, self.settings = nn.Linear(4, 4), nn.Linear(4, 4), {"active": "first"}
 
     def forward(self, x):
-        return getattr(self, self.active)(x).exp()
+        return getattr(self, self.settings["active"])(x).exp()
 
 
 def test_another_adapter_before_backward_is_an_error() -> None:
     """As with the default engine (peft issue 2832)."""
     net = Adapted()
     y = reentrant(net, leaf())
-    net.active = "other"
+    net.settings["active"] = "other"
     with pytest.raises(CheckpointMismatchError, match=r"do not depend on a parameter .*: float32\[4, 4\]"):
         y.sum().backward()
 
@@ -226,15 +228,15 @@ def test_an_adapter_that_is_merged_before_backward_is_an_error(part) -> None:
     class Merged(Adapted):
         def forward(self, x):
             y = self.first(x)
-            return (y if self.active == "merged" else y + self.other(x)).exp(), x * 2
+            return (y if self.settings["active"] == "merged" else y + self.other(x)).exp(), x * 2
 
     net, x = Merged(), leaf()
     y, z = reentrant(net, x)
-    net.active = "merged"
+    net.settings["active"] = "merged"
     with pytest.raises(CheckpointMismatchError, match="do not depend on a parameter that those of the forward depend"):
         (z if part else y + z).sum().backward()
     y, z = reentrant(net, x)
-    net.active = "first"
+    net.settings["active"] = "first"
     with (
         pytest.raises(CheckpointMismatchError, match="used another parameter than the forward") if not part else NOTHING
     ):
