@@ -542,12 +542,13 @@ class Call:
         if lane is None:
             forward = forward and forward.bare()
             options = {"forward": forward, "slots": slots, "barrier": self.barrier, "policy": policy, "away": away}
-            options["unfit"] = functools.partial(_calls_back, self.refusals, program.jaxpr.jaxpr)
+            bare = program.pruned().bare()
+            options["unfit"] = functools.partial(_calls_back, self.refusals, bare.jaxpr.jaxpr)
             options["not_linear"] = functools.partial(_not_linear, label_of(self.label), self.refusals.at)
             if self.options.mode == "custom_vjp":
-                lane = ResidualLane(program.pruned().bare(), refusals=self.refusals, **options)
+                lane = ResidualLane(bare, refusals=self.refusals, **options)
             else:
-                lane = CheckpointLane(program.pruned().bare(), **options)
+                lane = CheckpointLane(bare, **options)
             found.made[key] = lane
         return lane
 

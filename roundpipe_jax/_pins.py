@@ -49,9 +49,12 @@ _rules: Any = partial_eval.partial_eval_jaxpr_custom_rules
 _rules[_pin] = _divided
 
 
-def _stays(used: Sequence[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn]:
-    """Leave the operation in a program that JAX takes apart, though nothing reads it yet, see `_checkpoints`."""
-    return [True], eqn
+def _stays(*what: Any) -> tuple[list[bool], JaxprEqn]:
+    """Leave the operation in a program that JAX takes apart, though nothing reads it yet, see `_checkpoints`.
+
+    It is the last of what the rule is given. Before that are its results in use and, since jax 0.12, its operands.
+    """
+    return [True], what[-1]
 
 
 def _stays_unknown(trace: Any, value: Any) -> Any:

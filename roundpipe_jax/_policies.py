@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,7 @@ def save_policy(*names: str, offload: str | Offload | None = None) -> Any:
         offload: "cpu" or an `Offload`, to keep what layers save in host memory.
 
     Returns:
-        A policy for `jax.checkpoint`, made by `jax.checkpoint_policies.save_only_these_names` without `offload`.
+        A policy for `jax.checkpoint`: that of `jax.checkpoint_policies.save_only_these_names` without `offload`.
 
     Raises:
         OptionError: `offload` is neither, or JAX_REMAT3 is set, which would ignore such a policy.
@@ -55,7 +56,7 @@ def save_policy(*names: str, offload: str | Offload | None = None) -> Any:
     if others:
         what = f"save_policy takes names, not {shown(others[0])}."
         raise OptionError(message(what, [], 'give each as a string: save_policy("attention", "mlp").'))
-    policy = _POLICIES.save_only_these_names(*OURS, *names)
+    policy = _saves_only({*OURS, *names})
     plan = offload_option(offload, "save_policy")
     if plan is None:
         return policy
@@ -99,8 +100,23 @@ def save_either(*policies: Any) -> Any:
         check_policy(policy, "save_either")
     names = [_names(policy) for policy in policies]
     if all(found is not None for found in names):
-        return _POLICIES.save_only_these_names(*sorted({name for found in names for name in found or ()}))
+        return _saves_only({name for found in names for name in found or ()})
     return Either(tuple(policies))
+
+
+@dataclass(frozen=True)
+class Named:
+    """Keeps the values of these names. Two of the same names are equal; JAX's own are functions since 0.12."""
+
+    saveable_names: frozenset[str]
+
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+        return _POLICIES.save_only_these_names(*self.saveable_names)(primitive, *avals, **params)
+
+
+def _saves_only(names: Collection[str]) -> Any:
+    policy = _POLICIES.save_only_these_names(*sorted(names))
+    return policy if hasattr(policy, "saveable_names") else Named(frozenset(names))
 
 
 @dataclass(frozen=True)
@@ -128,8 +144,18 @@ def with_tags(policy: Any) -> Any:
 
 
 def _names(policy: Any) -> frozenset[str] | None:
-    names = getattr(policy, "saveable_names", None)
+    names = getattr(policy, "saveable_names", None) or _closed_over(policy, "names_which_can_be_saved")
     return frozenset(names) if names is not None else None
+
+
+def _other_names(policy: Any) -> Any:
+    """Those that it does not keep."""
+    return getattr(policy, "names", None) or _closed_over(policy, "names_not_to_save")
+
+
+def _closed_over(policy: Any, variable: str) -> Any:
+    """What a policy of JAX that is a function was made with."""
+    return inspect.getclosurevars(policy).nonlocals.get(variable) if inspect.isfunction(policy) else None
 
 
 def check_policy(given: Any, function: str) -> None:
@@ -160,7 +186,7 @@ def check_matches(policy: Any, program: ClosedJaxpr, layer: str) -> None:
                 "use save_policy(...) with names, or unset JAX_REMAT3.",
             )
         )
-    asked = _names(policy) or getattr(policy, "names", None)
+    asked = _names(policy) or _other_names(policy)
     if asked is not None:
         present = names_in(program.jaxpr)
         missing = sorted(set(asked) - present - set(OURS))
@@ -186,7 +212,7 @@ def check_matches(policy: Any, program: ClosedJaxpr, layer: str) -> None:
 def _known_to_remat3(policy: Any) -> bool:
     return (
         _names(policy) is not None
-        or getattr(policy, "names", None) is not None
+        or _other_names(policy) is not None
         or policy in (_POLICIES.everything_saveable, _POLICIES.nothing_saveable)
     )
 

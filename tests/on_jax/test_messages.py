@@ -319,7 +319,7 @@ def test_a_policy_in_the_residual_lane() -> None:
             f"layer 'test_a_policy_in_the_residual_lane.<locals>.layer ({place})': "
             'mode="custom_vjp" takes no policy: it keeps exactly the inputs and the slot.',
             f"  layer at: {place}",
-            "  policy: DotsSaveable(only_if_no_batch_dims=False)",
+            f"  policy: {keep['policy']!r}",
             '  way out: leave the policy out, or use mode="checkpoint", the default.',
         ]
 
