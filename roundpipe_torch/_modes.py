@@ -2,7 +2,7 @@
 
 Others set the modes of whole models: `eval()` for a validation, `requires_grad_(False)` for the other half of a GAN. A
 backward that is still due has nothing to do with it, for autograd has noted what it needs. Hooks and callers set
-tensors, names and numbers: a weight that is normed before each call, the mask of a batch, the adapter that is active, a
+tensors, flags, names and numbers: a weight that is normed before each call, the mask of a batch, the active adapter, a
 temperature. A recompute has to find all of it as its forward did (R10).
 
 Attributes that the forward itself sets are another matter. If it left nothing out, and does not know its phase, its
@@ -55,7 +55,7 @@ class Modes:
         self._training, self._trained = [*map(_training, modules)], [*map(_trained, self._weights)]
         self._begun = [(module, vars(module).copy()) for module in modules if _may_have_more(module)]
         self._attributes: list[_Attribute] = []
-        self._before: list[tuple[Any, str, Any, Any]] = []  # what is to be put back, and what is there instead
+        self._before: list[tuple[Any, str, Any]] = []  # what is to be put back
 
     def settle(self, repeats: bool, moved: Iterable[torch.nn.Module]) -> None:
         """The forward is over.
@@ -67,10 +67,10 @@ class Modes:
         steered = {id(module) for module in moved} if repeats else ()
         for module, then in self._begun:
             now = vars(module)
-            for name in [*now] if repeats else [*then]:
+            for name in (now if repeats else then).keys() - _OF_TORCH:
                 before, after = then.get(name, _ABSENT), now.get(name, _ABSENT)
                 if before is after:  # others may put another there
-                    wanted = _is_plain(before) or _is_data(before)
+                    wanted = type(before) in _STEERING or _are_names(before) or _is_data(before)
                 elif _is_data(before) or _is_data(after):
                     wanted = repeats
                 else:
@@ -105,7 +105,7 @@ class Modes:
             for one, name, then in wanted:
                 now = _found(one, name)
                 if now is not then:
-                    self._before.append((one, name, now, then))
+                    self._before.append((one, name, now))
                     _set(one, name, then)
             yield
         finally:
@@ -114,11 +114,7 @@ class Modes:
     def put_back(self) -> None:
         """Set what there was. May be called again: an interrupt may have cut it short."""
         while self._before:
-            one, name, now, then = self._before[-1]
-            if type(now) is type(then) is int:  # it may be one that counts recomputes
-                now += vars(one).get(name, then) - then
-                self._before[-1] = one, name, now, _ABSENT
-            _set(one, name, now)
+            _set(*self._before[-1])
             self._before.pop()
         self._bindings.put_back()
 
@@ -144,12 +140,17 @@ def _has_changed(attribute: _Attribute) -> bool:
     """Whether it is another tensor now, or number. What may become anything else, as FSDP's notes, is left alone."""
     module, name, then = attribute
     now = _found(module, name)
-    return now is not then and (_is_plain(then) or _is_data(then) or _is_data(now))
+    return now is not then and (
+        type(then) is int or type(then) in _STEERING or _are_names(then) or _is_data(then) or _is_data(now)
+    )
 
 
 _NUMBERS = frozenset({bool, int, float})
+_STEERING = frozenset({bool, float, str})
+"""What an attribute has that others set. Integers count something, it may be recomputes."""
 _MOST_NAMES = 64
-_OF_FRAMEWORKS = ("_", "ds_", "training")
+_OF_TORCH = vars(torch.nn.Module()).keys()
+_OF_FRAMEWORKS = ("_", "ds_")
 """Where they keep numbers that may not be turned back. DeepSpeed counts in `ds_...`."""
 
 
@@ -158,12 +159,10 @@ def _may_have_more(module: torch.nn.Module) -> bool:
     return bool(module._forward_pre_hooks) or not type(module).__module__.startswith("torch.nn.modules.")
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether it is a number, a name, or some names."""
-    if type(value) in _NUMBERS:
-        return True
-    names = value if type(value) is list or type(value) is tuple else (value,)
-    return 0 < len(names) <= _MOST_NAMES and all(type(name) is str for name in names)
+def _are_names(value: Any) -> bool:
+    if type(value) is not list and type(value) is not tuple:
+        return False
+    return 0 < len(value) <= _MOST_NAMES and {*map(type, value)} == {str}
 
 
 def _is_data(value: Any) -> bool:
