@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -39,7 +40,7 @@ _TO_HOST = Offload()
 
 
 def checkpoint(
-    function: Callable[..., Any],
+    function: Callable[..., Any] | None = None,
     *args: Any,
     use_reentrant: bool | None = False,
     context_fn: Callable[[], _Contexts] = torch_checkpoint.noop_context_fn,
@@ -47,6 +48,7 @@ def checkpoint(
     debug: bool = False,
     early_stop: bool = True,
     preserve_rng_state: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
     **kwargs: Any,
 ) -> Any:
     """Call `function` without keeping what it computes inside; backward runs it again, with the decisions it saved.
@@ -64,7 +66,8 @@ def checkpoint(
     Takes the place of `torch.utils.checkpoint.checkpoint` wherever that can be passed; the keywords are the same.
 
     Args:
-        function: a function or module. Saves decisions by `save_for_recompute` and its kin.
+        function: a function or module. Saves decisions by `save_for_recompute` and its kin. Left out, what is returned
+            is a decorator, as of torch 2.14: `@checkpoint(preserve_rng_state=False)`.
         *args: its arguments, as are all other keywords. Tensors in lists, tuples and dicts are treated like any others.
         use_reentrant: True for the second engine, which runs the forward without a graph and takes the gradient from
             the recompute's own. Any difference between the phases is then legal, but second derivatives are not; nor
@@ -75,6 +78,8 @@ def checkpoint(
         early_stop: end the recompute when everything needed is there.
         preserve_rng_state: let the recompute draw the random numbers of the forward, on all devices of the arguments
             and of the module's parameters.
+        respect_saved_tensors_hooks: what a selective policy of `context_fn` keeps goes through the hooks for saved
+            tensors that are around the call. True needs torch 2.14. None means False.
 
     Returns:
         What `function` returns.
@@ -86,6 +91,11 @@ def checkpoint(
 
     Implements R1, R7 to R11.
     """
+    if function is None:
+        options: dict[str, Any] = {"use_reentrant": use_reentrant, "context_fn": context_fn, "debug": debug}
+        options |= {"determinism_check": determinism_check, "early_stop": early_stop}
+        options |= {"respect_saved_tensors_hooks": respect_saved_tensors_hooks}
+        return _decorator(options | {"preserve_rng_state": preserve_rng_state}, kwargs)
     if torch.compiler.is_dynamo_compiling():  # pragma: no cover - read by the compiler, which runs it itself
         given = {"context_fn": context_fn, "determinism_check": determinism_check}
         return _compile.region(function, args, kwargs, given)
@@ -97,13 +107,13 @@ def checkpoint(
         and torch_checkpoint._enable_checkpoint_early_stop is None
         and torch_checkpoint._checkpoint_debug_enabled is None
     ):
-        options = _PLAIN if preserve_rng_state else _WITHOUT_RNG
+        chosen = _PLAIN if preserve_rng_state else _WITHOUT_RNG
         if use_reentrant and use_reentrant is not True:
             refuse_no_flags(function, {"use_reentrant": use_reentrant})  # type: ignore[unreachable]
-        return run_region(function, args, kwargs, options, use_reentrant or False)
+        return run_region(function, args, kwargs, chosen, use_reentrant or False)
     given = {"use_reentrant": use_reentrant, "debug": debug, "early_stop": early_stop, "context_fn": context_fn}
     refuse_no_flags(function, given)
-    options = options_from(
+    chosen = options_from(
         function,
         context_fn=context_fn,
         determinism_check=determinism_check,
@@ -111,7 +121,36 @@ def checkpoint(
         early_stop=early_stop,
         preserve_rng_state=preserve_rng_state,
     )
-    return run_region(function, args, kwargs, options, bool(use_reentrant))
+    if chosen.contexts is not None and respect_saved_tensors_hooks is not None:
+        chosen = _respecting(function, chosen, respect_saved_tensors_hooks)
+    return run_region(function, args, kwargs, chosen, bool(use_reentrant))
+
+
+def _decorator(options: dict[str, Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    if kwargs:
+        what = f"checkpoint has no function to call with {', '.join(kwargs)}."
+        raise wrong_option(checkpoint, what, "pass the function first: checkpoint(function, ...).")
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function, updated=())
+        def checkpointed(*args: Any, **kwargs: Any) -> Any:
+            return checkpoint(function, *args, **options, **kwargs)
+
+        return checkpointed
+
+    return decorate
+
+
+def _respecting(target: Any, options: Options, respect: bool) -> Options:
+    """`options` whose selective policy takes note of the hooks for saved tensors around the call, or does not."""
+    selective: Any = options.contexts and options.contexts[0]
+    if hasattr(selective, "respect_saved_tensors_hooks"):
+        selective.respect_saved_tensors_hooks = respect
+        return options._replace(respects_hooks=respect)
+    if respect and isinstance(selective, torch_checkpoint._CachingTorchDispatchMode):
+        what = "respect_saved_tensors_hooks=True needs torch 2.14 or newer."
+        raise wrong_option(target, what, "leave it out: what the policy keeps stays on its device.")
+    return options
 
 
 def options_from(

@@ -51,7 +51,7 @@ from ._ranks import collectives, keeps_graph, recompute_on_arrival, tell_rank
 from ._run import TorchRun, is_inside, is_told
 from ._selective import count_by_line
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, reached, replayed
-from ._torchs import innermost, leave
+from ._torchs import behind_hooks, innermost, leave, unseen
 from ._transforms import Batches, batched
 from ._usage import held
 from ._verify import Audit
@@ -77,6 +77,7 @@ class Options(NamedTuple):
     verify: str = "off"
     auto: Decisions | None = None
     offload: Offload | None = None
+    respects_hooks: bool = False  # what a selective policy keeps goes through those around
 
 
 class Holder:
@@ -183,13 +184,15 @@ class Frame:
             run.plan, run.parcel = self._options.offload, self._parcel
         visit = Visit() if self._generators else None
         first, before, mark = node_count(), collectives(), now()
-        pack = partial(self._pack_seen, run.witnesses) if run.witnesses else self._pack
+        pack = unseen(partial(self._pack_seen, run.witnesses)) if run.witnesses else self._pack
         outputs: Any = _NOTHING
         self._underway = mark, args, kwargs
         try:
             if self._options.contexts is None:
                 outputs = _call(run, pack, _unpack, self._function, args, kwargs)
             else:
+                if self._options.respects_hooks:
+                    pack = behind_hooks(pack)
                 with self._options.contexts[0]:
                     if self._options.auto is not None:
                         count_by_line()
@@ -199,6 +202,8 @@ class Frame:
             raise
         finally:
             self._underway = None
+            if self._options.respects_hooks:
+                unseen(pack)
             self._crowded = visit is not None and visit.end()
         if self._modes is not None:
             settle(self._modes, self._buffers, self.trace.told_at >= 0, run.leaves_out)
@@ -237,6 +242,7 @@ class Frame:
         mark, args, kwargs = self._underway
         return left_since(mark, self._function, args, kwargs)
 
+    @unseen
     def _pack(self, tensor: torch.Tensor) -> Holder:
         holder = _new(Holder)
         holder.frame, holder.value, holder.doubt = self, None, None
@@ -513,6 +519,7 @@ class _Recompute:
             outputs = _call(run, self._pack, _unpack_recomputed, frame._function, args, kwargs)
         return outputs, audit
 
+    @unseen
     def _pack(self, tensor: torch.Tensor) -> _Recomputed:
         partner = _new(_Recomputed)
         partner.recompute = self

@@ -54,7 +54,7 @@ from ._outside import Outside, Stale
 from ._ranks import is_sharded, step_is_over
 from ._run import TorchRun, is_inside, is_told, pack_plainly, unpack_plainly
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, modules_of, reached, replayed
-from ._torchs import leave
+from ._torchs import leave, unseen
 from ._uncompiled import run_as_it_is
 from ._usage import held
 from ._views import version_of
@@ -155,7 +155,7 @@ class _Region:
         try:
             run = TorchRun(phase, self.slot, self.trace, self.generators, thread.run)
             run.witnesses = (*run.witnesses, self.trace)
-            with torch.enable_grad(), saved_tensors_hooks(partial(_drop, self.slot, run.witnesses), _refuse):
+            with torch.enable_grad(), saved_tensors_hooks(unseen(partial(_drop, self.slot, run.witnesses)), _refuse):
                 self.outermost, run.own_graph = not run.own_graph, True
                 run.observe(self.buffers)
                 if self.parcel is not None:
@@ -271,7 +271,7 @@ class _Region:
             changed = self.outside.changed()
         stale = Stale(self.slot.label, changed, any(True for _ in self.slot.saves())) if changed else None
         hooks = (
-            saved_tensors_hooks(partial(_note, self.slot, trace, stale), unpack_plainly)
+            saved_tensors_hooks(unseen(partial(_note, self.slot, trace, stale)), unpack_plainly)
             if self.trace.told_at >= 0 or stale is not None
             else _NO_CONTEXT
         )

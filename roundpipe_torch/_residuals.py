@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ._errors import tensor_changed
 from ._offload import Here, Shipped
+from ._torchs import unseen
 from ._views import Origins, View, storage_of
 
 __all__ = ["Argument", "Held", "Packer", "Site", "unpack", "whole_of"]
@@ -127,6 +128,7 @@ class Packer:
         self.held: list[weakref.ref[Held]] = []
         self.asked: list[weakref.ref[Argument]] = []
 
+    @unseen
     def pack(self, tensor: torch.Tensor) -> Held | Argument:
         part = None if self.origins is None else self.origins.of(tensor)
         if part is None or self.given is None:

@@ -23,7 +23,7 @@ from ._keep import keep
 from ._matching import Trace, region_codes
 from ._offload import MOVED, Offload, Parcel, Shipped
 from ._state import Generators, equal
-from ._torchs import in_backward_of_others, in_forward_of_others
+from ._torchs import in_backward_of_others, in_forward_of_others, unseen
 from ._transforms import transformed
 
 __all__ = ["DECIDED", "TorchRun", "is_inside", "is_told", "pack_plainly", "unpack_plainly"]
@@ -218,7 +218,7 @@ class TorchRun(Run):
         if transformed() is not None:  # one that refuses hooks has lifted the region's
             return without_gradient(function)
         # A decision may need a gradient of its own. No recompute would make what that asks for.
-        with saved_tensors_hooks(partial(pack_plainly, self.slot), unpack_plainly):
+        with saved_tensors_hooks(unseen(partial(pack_plainly, self.slot)), unpack_plainly):
             return without_gradient(function)
 
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from ._matching import line_of, region_codes
+from ._torchs import CALLS
 
 __all__ = ["count_by_line", "modes_on"]
 
@@ -134,4 +135,4 @@ def _calls_a_part(code: CodeType) -> bool:
     return code in region_codes or (code.co_filename == checkpoint.__file__ and code.co_name in _CALLERS)
 
 
-_CALLERS = ("checkpoint", "recompute_fn")
+_CALLERS = (*CALLS, "recompute_fn")

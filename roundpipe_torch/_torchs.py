@@ -7,15 +7,18 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import checkpoint
 
 __all__ = [
+    "CALLS",
     "LABEL",
     "Part",
+    "behind_hooks",
     "in_backward_of_others",
     "in_forward_of_others",
     "innermost",
@@ -24,12 +27,16 @@ __all__ = [
     "leave",
     "part_of",
     "parts_around",
+    "unseen",
 ]
 
 innermost: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 """The hooks for saved tensors that are in force, two functions."""
 
 LABEL = "torch.utils.checkpoint"
+_Pack = TypeVar("_Pack", bound=Callable[..., Any])
+CALLS = ("checkpoint", "_checkpoint_impl")
+"""What the function is called that calls a part for the first time. The second since torch 2.14."""
 _REENTRANT = "CheckpointFunction"
 """What torch, fairscale, DeepSpeed and Megatron call the `autograd.Function` of the kind that keeps no hooks."""
 
@@ -45,6 +52,24 @@ def is_ours(hooks: Any) -> bool:
 
 
 _OURS = __name__.partition(".")[0]
+
+
+def behind_hooks(pack: Callable[..., Any]) -> Any:
+    """A hook like `pack`, behind which such a policy finds those that are in force now. Until it is `unseen` again."""
+    hook: Any = unseen(partial(pack))
+    torchs: Any = checkpoint  # since 2.14
+    hook._user_hooks = torchs._current_user_saved_tensors_hooks()
+    return hook
+
+
+def unseen(pack: _Pack) -> _Pack:
+    """Let selective policies of torch (since 2.14) take `pack` for a hook of a checkpoint, and not of the user.
+
+    What a policy keeps goes through hooks of the user, or is warned about.
+    """
+    hook: Any = pack
+    hook._checkpoint_internal, hook._user_hooks = True, None
+    return pack
 
 
 class Part:
@@ -182,7 +207,7 @@ def _begun(frame: FrameType) -> Any:
     code = frame.f_code
     if code is _MODULE_IS_CALLED:
         return _begun_by_hooks(frame.f_locals["self"]) if _COMPOSABLE in sys.modules else None
-    is_call = code.co_name == "checkpoint" and code.co_filename == checkpoint.__file__
+    is_call = code.co_name in CALLS and code.co_filename == checkpoint.__file__
     return frame.f_locals.get("gen") if is_call else None
 
 

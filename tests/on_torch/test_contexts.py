@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed._composable import checkpoint as composable
 from torch.utils.checkpoint import (
     CheckpointError,
@@ -159,6 +159,57 @@ def test_selective_checkpointing_keeps_what_its_policy_names() -> None:
     assert kept == plain < recomputed
 
 
+@pytest.mark.parametrize("respect", [None, False, True])
+def test_hooks_around_a_selective_policy(respect) -> None:
+    """What the policy keeps goes through them if it is asked for (pytorch issue 173302)."""
+    seen = []
+
+    def layer(x):
+        (top,) = save_for_recompute(x.detach().argmax(-1, keepdim=True))
+        return (x @ x.T).tanh().gather(1, top)
+
+    def run(call, **options):
+        x = leaf()
+        with saved_tensors_hooks(lambda t: seen.append(t.shape) or t.clone(), lambda t: t):
+            y = call(layer, x, **options)
+        y.square().sum().backward()
+        return x.grad
+
+    selective = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    options = {"context_fn": selective, "respect_saved_tensors_hooks": respect}
+    want = run(lambda f, x: f(x))
+    if respect and not SELECTIVE_RESPECTS:
+        with pytest.raises(OptionError, match=r"needs torch 2\.14"):
+            run(checkpoint, **options)
+        return
+    seen.clear()
+    got = run(checkpoint, **options)
+    assert torch.equal(got, want)
+    assert len(seen) == (2 if respect else 1)  # the input, and the product
+
+
+SELECTIVE_RESPECTS = hasattr(torch.utils.checkpoint, "_current_user_saved_tensors_hooks")
+
+
+def test_a_decorator_of_functions_and_methods() -> None:
+    class Net(torch.nn.Module):
+        @checkpoint(preserve_rng_state=False)
+        def forward(self, x, *, times=1.0):
+            made.append(doing_recompute())
+            (top,) = save_for_recompute(x.detach().argmax(-1, keepdim=True))
+            return x.exp().gather(1, top) * times
+
+    made: list[bool] = []
+    for call in (Net(), checkpoint()(Net()), checkpoint(use_reentrant=True)(lambda x, times: Net()(x, times=times))):
+        made.clear()
+        x = leaf()
+        call(x, times=2.0).sum().backward()
+        assert True in made
+        assert x.grad.count_nonzero() == len(x)
+    with pytest.raises(OptionError, match="checkpoint has no function to call with times"):
+        checkpoint(times=2.0)
+
+
 class Routed:
     """Layers whose routing has products of its own, which a policy keeps too."""
 
@@ -254,7 +305,8 @@ def test_checkpoint_takes_torchs_keywords_and_no_others() -> None:
         found = inspect.signature(function).parameters.values()
         return {parameter.name for parameter in found if parameter.kind is parameter.KEYWORD_ONLY}
 
-    assert keywords(checkpoint) == keywords(torch_checkpoint) | {"preserve_rng_state"}  # torch's hides in **kwargs
+    newer = {"preserve_rng_state", "respect_saved_tensors_hooks"}  # the first hides in **kwargs before torch 2.14
+    assert keywords(checkpoint) == keywords(torch_checkpoint) | newer
 
     def layer(x, *, label, verify, offload):
         assert (label, verify, offload) == ("a", "b", "c")  # words of `remat` are words of the layer here
