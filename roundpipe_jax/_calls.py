@@ -538,9 +538,9 @@ class Call:
         key = (self.options.mode, id(policy), self.barrier, before, id(program.jaxpr), away)
         lane = found.made.get(key)
         if lane is None:
-            forward = forward and forward.bare()
+            forward, bare = forward and forward.bare(), program.bare()
             options = {"forward": forward, "slots": slots, "barrier": self.barrier, "policy": policy, "away": away}
-            options["unfit"] = functools.partial(_calls_back, self.refusals, program.jaxpr.jaxpr)
+            options["unfit"] = functools.partial(_calls_back, self.refusals, bare.jaxpr.jaxpr)
             options["not_linear"] = functools.partial(_not_linear, label_of(self.label), self.refusals.at)
             if self.options.mode == "custom_vjp":
                 lane = ResidualLane(program.pruned().bare(), refusals=self.refusals, **options)
