@@ -166,10 +166,11 @@ class Slot:
 
     def begun(self, scope: tuple[str, ...], label: Any) -> Slot:
         """The slot of a region that the forward starts inside this one."""
-        slot = Slot(label)
+        name = label_of(label)
+        slot = Slot(label if isinstance(label, str) else AutoLabel(name))  # a tape may outlive what the layer reads
         if self.rows is not None:
             slot.rows = _NO_ROWS
-        self.children.setdefault((scope, label_of(label)), []).append(slot)
+        self.children.setdefault((scope, name), []).append(slot)
         return slot
 
     def met(self, scope: tuple[str, ...], label: Any, count: int, taken: Taken) -> Slot:

@@ -540,15 +540,14 @@ class Call:
         key = (self.options.mode, id(policy), self.barrier, before, id(program.jaxpr), away)
         lane = found.made.get(key)
         if lane is None:
-            forward = forward and forward.bare()
+            forward, bare = forward and forward.bare(), program.bare()
             options = {"forward": forward, "slots": slots, "barrier": self.barrier, "policy": policy, "away": away}
-            bare = program.pruned().bare()
             options["unfit"] = functools.partial(_calls_back, self.refusals, bare.jaxpr.jaxpr)
             options["not_linear"] = functools.partial(_not_linear, label_of(self.label), self.refusals.at)
             if self.options.mode == "custom_vjp":
-                lane = ResidualLane(bare, refusals=self.refusals, **options)
+                lane = ResidualLane(program.pruned().bare(), refusals=self.refusals, **options)
             else:
-                lane = CheckpointLane(bare, **options)
+                lane = CheckpointLane(program.pruned().bare(), **options)
             found.made[key] = lane
         return lane
 

@@ -40,7 +40,7 @@ class Program(NamedTuple):
 
     def pruned(self) -> Program:
         """Without what no output needs, such as a decision whose saved value is used instead."""
-        jaxpr = _without_idle_callbacks(self.jaxpr.jaxpr)
+        jaxpr = _without_idle_callbacks(self.bare().jaxpr.jaxpr)
         kept, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
         return self._replace(jaxpr=ClosedJaxpr(kept, self.jaxpr.consts))
 

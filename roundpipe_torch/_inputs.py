@@ -9,6 +9,9 @@ from typing import Any, TypeVar
 from weakref import ref
 
 import torch
+from torch._functorch.autograd_function import (  # type: ignore[attr-defined]
+    enable_single_level_autograd_function as _of_one_level,
+)
 
 from roundpipe_core import RoundPipeError
 from roundpipe_core._backend import numpys
@@ -171,8 +174,11 @@ class _KeptByNode:
     __slots__ = ("_output",)
 
     def __init__(self, tensor: torch.Tensor, is_output: bool) -> None:
-        with torch.enable_grad():
-            self._output = _SaveOne.apply(torch.empty(0, requires_grad=True), tensor)  # type: ignore[no-untyped-call]
+        with torch.enable_grad(), _of_one_level():
+            # Not in sight of torch, which asks an argument for a size that some have not; nor of a transform, which
+            # would have the node made by another function than this.
+            base: Any = super(torch.autograd.Function, _SaveOne)
+            self._output = base.apply(_ANCHOR, [tensor])
 
     def unpack(self) -> torch.Tensor:
         saved: torch.Tensor = self._output.grad_fn.saved_tensors[0]
@@ -181,14 +187,16 @@ class _KeptByNode:
 
 class _SaveOne(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(tensor)
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: list[torch.Tensor]) -> torch.Tensor:
+        ctx.save_for_backward(*tensor)
         return torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise AssertionError("nothing flows through a kept input")
 
+
+_ANCHOR = torch.empty(0, requires_grad=True)  # for a node that is made whatever is saved in it
 
 SavedTensor: Any
 save_tensor: Callable[[torch.Tensor, bool], Any]

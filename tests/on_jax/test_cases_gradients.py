@@ -365,6 +365,15 @@ def test_tracers_that_a_layer_closes_over_do_not_leak_where_it_saves_a_float(lan
         jax.grad(jax.jit(loss), (0, 1))(X, jnp.ones((X.shape[-1], X.shape[-1])))
 
 
+def test_tracers_that_a_layer_closes_over_do_not_stay_on_an_open_tape() -> None:
+    def step(x: Any, w: Any) -> Any:
+        with record():
+            return jax.grad(lambda w: remat(lambda x: jnp.tanh(x @ w) * recompute_once(lambda: stop(x)))(x).sum())(w)
+
+    with jax.checking_leaks():
+        jax.jit(step)(X, jnp.ones((X.shape[-1], X.shape[-1])))
+
+
 @pytest.mark.parametrize("tape", [contextlib.nullcontext, record])
 @pytest.mark.parametrize("inner", [jax.jit, jax.checkpoint, lambda f: lambda x: lax.map(f, x[None])])
 def test_tracers_that_are_saved_in_inner_traces_do_not_leak(inner: Any, tape: Any) -> None:

@@ -72,8 +72,9 @@ def test_the_recompute_runs_the_forwards_operations_less_the_decision_and_nothin
     assert want["aten::topk"] == 8
     assert got["aten::topk"] == 4
     extra = {name: got[name] - want[name] for name in got | want if got[name] != want[name]}
-    assert extra == {"aten::topk": -4, "aten::detach": extra["aten::detach"], "aten::clone": 8}
-    assert extra["aten::detach"] <= 0
+    assert extra.pop("aten::detach") <= 0
+    assert extra.pop("aten::empty", 0) <= 0  # what a node of torch 2.11 that keeps an argument is made of
+    assert extra == {"aten::topk": -4, "aten::clone": 8}
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
