@@ -30,6 +30,10 @@ from ._places import Place
 from ._slots import NOTHING, Entry, Key, Slot, Taken, label_of
 
 __all__ = [
+    "AUDIT",
+    "FORWARD",
+    "OFF",
+    "RECOMPUTE",
     "Phase",
     "Run",
     "Traced",
@@ -59,6 +63,10 @@ class Phase(enum.Enum):
     OFF = "off"  # inside a decision that is saved as a whole: nothing is saved in there
 
 
+FORWARD, RECOMPUTE, AUDIT, OFF = Phase.FORWARD, Phase.RECOMPUTE, Phase.AUDIT, Phase.OFF
+"""As globals: to look up an attribute of an enum takes ten times as long, and a save asks often."""
+
+
 class Run:
     """One execution of a region. Frontends derive from it.
 
@@ -73,7 +81,7 @@ class Run:
 
     def __init__(self, phase: Phase, slot: Slot) -> None:
         self.phase = phase
-        self.repeats = phase in (Phase.RECOMPUTE, Phase.AUDIT)  # the same code ran before; a replay's forward does not
+        self.repeats = phase is RECOMPUTE or phase is AUDIT  # the same code ran before; a replay's forward does not
         self.slot = slot
         self.flips: list[Flip] = []  # found by an audit
         self._counts: dict[Any, int] = {}  # how often each scope, inner region and once-call was met
@@ -128,10 +136,10 @@ class Run:
         self, data: tuple[Any, ...], name: str | None, place: Place, offload: bool | None = None
     ) -> tuple[Any, ...]:
         key = (self.scope, name)
-        if self.phase is Phase.FORWARD:
+        if self.phase is FORWARD:
             self._written(key, self.slot.write(key, data, place), offload)
             return data
-        if self.phase is Phase.RECOMPUTE:
+        if self.phase is RECOMPUTE:
             saved: tuple[Any, ...] = self._read(key, place, data)
             return saved
         self.flips += self.slot.read(key, place).differences(self.slot.label, key, data)
@@ -139,18 +147,18 @@ class Run:
 
     def get(self, name: str | None, place: Place) -> tuple[Any, ...]:
         self.told()
-        if self.phase is not Phase.RECOMPUTE:
+        if self.phase is not RECOMPUTE:
             raise _not_recomputing(self.slot.label)
         data: tuple[Any, ...] = self._read((self.scope, name), place)
         return data
 
     def once(self, function: Callable[[], T], called: Any, place: Place) -> T:
         key = self.numbered(self.slot.once_name(self.scope, label_of(called)))
-        if self.phase is Phase.RECOMPUTE:
+        if self.phase is RECOMPUTE:
             saved: T = self._read(key, place)
             return saved
         value = self._decide(function)
-        if self.phase is Phase.FORWARD:
+        if self.phase is FORWARD:
             self._written(key, self.slot.write(key, value, place))
         else:
             self.flips += self.slot.read(key, place).differences(self.slot.label, key, value)
@@ -205,7 +213,7 @@ class Run:
 
     def child(self, label: Any) -> Slot:
         """The slot of a region that starts inside this run: new in forward, the forward's later (R8)."""
-        if self.phase is Phase.FORWARD:
+        if self.phase is FORWARD:
             self.count((self.scope, label_of(label)))
             return self.slot.begun(self.scope, label)
         count = self.count((self.scope, self.slot.child_name(label_of(label))))
@@ -311,7 +319,7 @@ def _forked() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
-_OFF = Run(Phase.OFF, Slot("a decision"))
+_OFF = Run(OFF, Slot("a decision"))
 
 
 class Traced(Protocol):
@@ -341,8 +349,8 @@ def open_slot(label: Any, outer: Run | None = None) -> tuple[Phase, Slot]:
     `outer` is that run, if it is not the one that this thread is in.
     """
     outer = outer or thread.run
-    if outer is None or outer.phase is Phase.OFF:
-        return Phase.FORWARD, Slot(label)
+    if outer is None or outer.phase is OFF:
+        return FORWARD, Slot(label)
     return outer.phase, outer.child(label)
 
 
@@ -388,7 +396,7 @@ def save_for_recompute(*data: Any, name: str | None = None, offload: bool | None
     run = _run()
     if run is None:
         return _handed_over(data)
-    if run.phase is Phase.OFF:
+    if run.phase is OFF:
         return data
     return run.save(data, name, _caller(), offload)
 
@@ -409,7 +417,7 @@ def doing_recompute() -> bool:
         return False
     run.told()
     run.consulted()
-    return run.phase is Phase.RECOMPUTE
+    return run.phase is RECOMPUTE
 
 
 def get_recompute_data(name: str | None = None) -> tuple[Any, ...]:
@@ -471,7 +479,7 @@ def recompute_once(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
         return traced
     run = _run()
     try:
-        if run is None or run.phase is Phase.OFF:
+        if run is None or run.phase is OFF:
             result: T = without_gradient(lambda: function(*args, **kwargs))
             return result if run is not None else _handed_over(result)
         args, kwargs = run.arguments((args, kwargs))
@@ -509,7 +517,7 @@ def keep(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     try:
         if run is None:
             return _outside(function)(*args, **kwargs)
-        if run.phase is Phase.OFF:
+        if run.phase is OFF:
             return function(*args, **kwargs)
         return run.keep(function, args, kwargs, _caller())
     except TypeError:
@@ -551,7 +559,7 @@ def update_once(function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -
     """
     run = _run()
     try:
-        if run is None or run.phase is Phase.OFF:
+        if run is None or run.phase is OFF:
             without_gradient(lambda: function(*args, **kwargs))
             return
         args, kwargs = run.arguments((args, kwargs))
@@ -596,7 +604,7 @@ class layer_scope:  # noqa: N801 - used like a function
             _traced.enter_scope(self._name)
             return
         run = _run()
-        if run is None or run.phase is Phase.OFF:
+        if run is None or run.phase is OFF:
             self._open.append((None, ()))
             return
         self._open.append((run, run.open_scope(self._name)))

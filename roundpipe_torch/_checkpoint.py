@@ -13,7 +13,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from roundpipe_core import layer_scope
 from roundpipe_core._errors import shown
-from roundpipe_core._phase import Phase, open_slot, thread
+from roundpipe_core._phase import AUDIT, OFF, RECOMPUTE, Phase, open_slot, thread
 from roundpipe_core._slots import Slot, label_of
 
 from . import _compile
@@ -252,7 +252,7 @@ def run_region(
         finally:
             thread.run = outer
     tracked = torch.is_grad_enabled()
-    if not tracked and (outer is None or outer.phase is Phase.OFF):
+    if not tracked and (outer is None or outer.phase is OFF):
         return function(*args, **kwargs)  # R2: no backward will come
     if torch.compiler._is_exporting_flag or torch._C._get_tracing_state() is not None:
         return function(*args, **kwargs)  # an exported or traced program has the layer alone
@@ -264,7 +264,7 @@ def run_region(
         line_up(slot, args, kwargs)
     before = Before()
     try:
-        if not tracked or phase is Phase.AUDIT:
+        if not tracked or phase is AUDIT:
             outputs = _run_untracked(function, args, kwargs, phase, slot, options)
         elif use_reentrant:
             outputs = reentrant(function, args, kwargs, phase, slot, options)
@@ -292,7 +292,7 @@ def _run_untracked(
     run = TorchRun(phase, slot, None, generators, outer)
     try:
         thread.run = run
-        with contextlib.nullcontext() if options.contexts is None else options.contexts[phase is Phase.RECOMPUTE]:
+        with contextlib.nullcontext() if options.contexts is None else options.contexts[phase is RECOMPUTE]:
             return function(*args, **kwargs)
     finally:
         thread.run = outer

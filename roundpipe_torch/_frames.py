@@ -21,7 +21,7 @@ import torch
 
 from roundpipe_core import RoundPipeError, SlotError
 from roundpipe_core._backend import expand
-from roundpipe_core._phase import Phase, thread
+from roundpipe_core._phase import AUDIT, FORWARD, RECOMPUTE, Phase, thread
 from roundpipe_core._replay import TapedSlot
 from roundpipe_core._slots import Slot
 from roundpipe_core._trees import flatten
@@ -226,7 +226,7 @@ class Frame:
         elif needed and self._options.early_stop and self._verified:
             stop_at = self.stop_at = needed[-1]
             self.runs_out = cheap_tail(self._function, outputs, self.trace.number(stop_at))
-        if not self._verified and phase is Phase.FORWARD:
+        if not self._verified and phase is FORWARD:
             self._outputs = Audit.copy(outputs)
         if self._parcel is not None or innermost(False) is not None:  # the recompute gets others in their place
             self._inputs = Retaining.among(self._inputs, args, kwargs)
@@ -400,7 +400,7 @@ class Frame:
         if not self.returned:  # inside the forward there is not yet all to compare with
             return None
         self._verified = True
-        run = TorchRun(Phase.AUDIT, self.slot, None, None)
+        run = TorchRun(AUDIT, self.slot, None, None)
         found = _NO_CONTEXT if self._buffers is None else self._buffers.copies_of_now()
         with found:  # as a plain recompute would find them
             return Audit(self._function, args, kwargs, run, self._generators)
@@ -500,7 +500,7 @@ class _Recompute:
         options, buffers = frame._options, frame._buffers
         audit = None if frame._verified else frame._audit(args, kwargs)
         self.trace = Trace(options.debug, frame._located, frame.trace)
-        run = self._run = TorchRun(Phase.RECOMPUTE, frame.slot, self.trace, frame._generators)
+        run = self._run = TorchRun(RECOMPUTE, frame.slot, self.trace, frame._generators)
         run.hooked, run.knowing = self._hooked, frame.trace.told_at >= 0
         run.begin()
         if frame.outside is not None and (changed := frame.outside.changed()):

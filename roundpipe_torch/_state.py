@@ -49,7 +49,7 @@ _CPU_ONLY: tuple[torch.Generator, ...] = (torch.default_generator,)
 
 _COLLECTS_AT_ALLOCATIONS = sys.version_info < (3, 12)
 _count, _threshold = gc.get_count, gc.get_threshold
-_get_state = methodcaller("get_state")
+_get_state, _set_state = methodcaller("get_state"), torch.Generator.set_state
 
 
 class Generators:
@@ -72,8 +72,8 @@ class Generators:
 
     def set(self, states: Sequence[torch.Tensor]) -> None:
         """Continue from `states`."""
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(state)
+        for _ in map(_set_state, self._generators, states):
+            pass
 
     def since_start(self) -> list[torch.Tensor]:
         """The states now; the very list `start` if nothing was drawn since."""
