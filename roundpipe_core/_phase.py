@@ -300,10 +300,14 @@ run_finders: list[Callable[[Run | None], Run | None]] = []
 
 def _run() -> Run | None:
     """The run that this code belongs to, one that a frontend has found for it included."""
+    return thread.run if _is_traced() else _found()
+
+
+def _found() -> Run | None:
+    """The same for who knows that no compiler reads this."""
     run = thread.run
-    if not _is_traced():
-        for find in run_finders:
-            run = find(run)
+    for find in run_finders:
+        run = find(run)
     return run
 
 
@@ -384,7 +388,8 @@ def save_for_recompute(*data: Any, name: str | None = None, offload: bool | None
     """
     if _is_traced():
         return _traced.save_for_recompute(data, name)
-    _check_name(name, "save_for_recompute")
+    if name is not None:
+        _check_name(name, "save_for_recompute")
     if offload is not None and not isinstance(offload, bool):
         raise OptionError(
             message(
@@ -393,7 +398,7 @@ def save_for_recompute(*data: Any, name: str | None = None, offload: bool | None
                 "where to keep it is an option of the layer: remat(layer, offload=...).",
             )
         )
-    run = _run()
+    run = _found()
     if run is None:
         return _handed_over(data)
     if run.phase is OFF:
@@ -412,7 +417,7 @@ def doing_recompute() -> bool:
     """
     if _is_traced():
         return _traced.doing_recompute()
-    run = _run()
+    run = _found()
     if run is None:
         return False
     run.told()
@@ -446,7 +451,7 @@ def get_recompute_data(name: str | None = None) -> tuple[Any, ...]:
     if _is_traced():
         return _traced.get_recompute_data(name)
     _check_name(name, "get_recompute_data")
-    run = _run()
+    run = _found()
     if run is None:
         raise _not_recomputing(None)
     return run.get(name, _caller())
@@ -477,7 +482,7 @@ def recompute_once(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
     if _is_traced():
         traced: T = _traced.recompute_once(lambda: function(*args, **kwargs))
         return traced
-    run = _run()
+    run = _found()
     try:
         if run is None or run.phase is OFF:
             result: T = without_gradient(lambda: function(*args, **kwargs))
@@ -603,7 +608,7 @@ class layer_scope:  # noqa: N801 - used like a function
         if _is_traced():
             _traced.enter_scope(self._name)
             return
-        run = _run()
+        run = _found()
         if run is None or run.phase is OFF:
             self._open.append((None, ()))
             return

@@ -121,8 +121,10 @@ class TorchRun(Run):
         super().update(function, called, place)
 
     def _leave_out(self) -> None:
-        for run in self.around():
+        run: Run | None = self
+        while isinstance(run, TorchRun):
             run.leaves_out = True
+            run = run._outer
 
     def _refuse_others(self, place: Place) -> None:
         """Another checkpoint that is to run this part again would not know what is decided here."""
