@@ -41,6 +41,7 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 _NO_CONTEXT = contextlib.nullcontext()
+_Generator = torch.Generator
 
 _SMALL = 1 << 16
 """Bytes up to which a buffer is copied before each forward and for each recompute: not every write can be seen."""
@@ -332,13 +333,24 @@ def _as_before(module: torch.nn.Module, name: str, told: bool) -> bool:
 
 
 def states_of(
-    roots: Iterable[Any], closures: Sequence[FunctionType]
-) -> tuple[list[torch.nn.Module], Modes | None, Buffers | None]:
-    """The modules among `roots` and those inside of them, what is set of these and in `closures`, and their buffers."""
+    roots: Sequence[Any], closures: Sequence[FunctionType]
+) -> tuple[list[Any], tuple[torch.Generator, ...], Modes | None, Buffers | None]:
+    """What a call can reach, its state taken apart.
+
+    Returns:
+        The modules among `roots` and those inside of them, and the tensors; the generators among these and their
+        attributes; what is set of the modules and in `closures`; their buffers.
+    """
     modules = with_children(root for root in roots if isinstance(root, torch.nn.Module))
+    found: list[Any] = [*modules, *roots]
+    generators: tuple[torch.Generator, ...] = ()
+    if _Generator in map(type, roots):
+        generators = tuple(root for root in roots if isinstance(root, _Generator))
+        found = [root for root in found if not isinstance(root, _Generator)]
     if not modules:
-        return [], Modes([], closures) if closures else None, None
-    return modules, Modes(modules, closures), Buffers.of(modules)
+        return found, generators, Modes([], closures) if closures else None, None
+    modes = Modes(modules, closures)
+    return found, generators + modes.generators(), modes, Buffers.of(modules)
 
 
 def settle(modes: Modes, buffers: Buffers | None, told: bool, leaves_out: bool) -> None:

@@ -25,10 +25,11 @@ from ._errors import wrong_option
 from ._frames import Frame, Options
 from ._inputs import line_up
 from ._matching import REGION
+from ._modes import own_generators
 from ._offload import Offload
 from ._reentrant import reentrant
 from ._run import TorchRun
-from ._state import Generators, generators_of
+from ._state import Generators, generators_of, reached
 from ._torchs import innermost
 from ._transforms import batches_around, transformed
 
@@ -287,7 +288,10 @@ def _run_untracked(
     options: Options,
 ) -> Any:
     """A region without a graph of its own inside one that will be recomputed (R8)."""
-    generators = Generators(generators_of(function, (*args, *kwargs.values()))) if options.preserve_rng_state else None
+    generators = None
+    if options.preserve_rng_state:
+        values = (*args, *kwargs.values())
+        generators = Generators(generators_of(function, values), own_generators(reached(function, values, [])))
     outer = thread.run
     run = TorchRun(phase, slot, None, generators, outer)
     try:
