@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from roundpipe_torch import (
     MutationError,
@@ -238,6 +238,38 @@ def loaded(net):
     return lambda: net.load_state_dict(state, assign=True)
 
 
+def pruned_before(net):
+    prune.l1_unstructured(net.down, "weight", 0.5)
+    return lambda: prune.remove(net.down, "weight")
+
+
+def normed_before(net):
+    parametrizations.weight_norm(net.down)
+    return lambda: parametrize.remove_parametrizations(net.down, "weight")
+
+
+class Halved(nn.Module):
+    def forward(self, weight):
+        return weight / 2
+
+
+def one_of_two(net):
+    parametrizations.weight_norm(net.down)
+    parametrize.register_parametrization(net.down, "bias", Halved())
+    return lambda: parametrize.remove_parametrizations(net.down, "weight")
+
+
+def masked(net):
+    net.register_buffer("mask", torch.full((5000, D), 0.5))
+    net.register_forward_pre_hook(lambda net, args: args if net.mask is None else args[0] * net.mask[0])
+    return lambda: setattr(net, "mask", None)
+
+
+def maskable(net):
+    masked(net)
+    return lambda: delattr(net, "mask")
+
+
 REBINDING: dict[str, Any] = {
     "a state loaded": loaded,
     "a weight": lambda net: lambda: another(net, "down", "weight"),
@@ -246,7 +278,12 @@ REBINDING: dict[str, Any] = {
     "a frozen bias": lambda net: lambda: another(net, "down", "bias", trained=False),
     "no bias": lambda net: lambda: setattr(net.up, "bias", None),
     "pruned": lambda net: lambda: prune.l1_unstructured(net.down, "weight", 0.5),
-    "a norm": lambda net: lambda: torch.nn.utils.parametrizations.weight_norm(net.down),
+    "pruned no more": pruned_before,
+    "a norm": lambda net: lambda: parametrizations.weight_norm(net.down),
+    "a norm taken off": normed_before,
+    "one of two taken off": one_of_two,
+    "no mask": masked,
+    "a mask taken off": maskable,
     "a part": lambda net: lambda: setattr(net, "up", nn.Linear(D, D, dtype=torch.float64)),
     "no part": lambda net: lambda: setattr(net, "up", nn.Identity()),
     "another device": lambda net: lambda: net.to("meta"),
@@ -327,9 +364,17 @@ def test_what_the_names_of_a_module_stood_for_in_its_forward(name, way) -> None:
 
     def everything(net):
         owners = [*net.modules()]
-        kinds = ("_parameters", "_modules", "_forward_hooks", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+        kinds = (
+            "_parameters",
+            "_buffers",
+            "_modules",
+            "_forward_hooks",
+            "_forward_pre_hooks",
+            "_forward_pre_hooks_with_kwargs",
+        )
         registries = [getattr(module, kind) for module in owners for kind in kinds]
-        return [[(name, id(one)) for name, one in names.items()] for names in (*registries, *map(vars, owners))]
+        registries += map(vars, {*owners, *map(type, owners)})
+        return [*map(type, owners)], [[(name, id(one)) for name, one in names.items()] for names in registries]
 
     agree(scenario, way)
 
