@@ -164,7 +164,7 @@ def _has_changed(attribute: _Attribute) -> bool:
 
 
 _NUMBERS = frozenset({bool, int, float})
-_STEERING = frozenset({bool, float, str, torch.Generator})
+_STEERING = frozenset({bool, float, str})
 """What an attribute has that others set. Integers count something, it may be recomputes."""
 _MOST_NAMES = 64
 _OF_TORCH = vars(torch.nn.Module()).keys()
@@ -184,8 +184,11 @@ def _are_names(value: Any) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    """Whether it is a tensor, or a tuple of some; but for views of weights, which FSDP makes and takes away again."""
+    """Whether it is a tensor, a generator, or a tuple of some.
+
+    But for views of weights, which FSDP makes and takes away again.
+    """
     if isinstance(value, torch.Tensor):
         base = value._base
         return base is None or not (base.is_leaf and base.requires_grad)
-    return isinstance(value, tuple) and any(map(_is_data, value))
+    return isinstance(value, _Generator) or (isinstance(value, tuple) and any(map(_is_data, value)))

@@ -149,6 +149,25 @@ def test_generators_of_the_call_line_up_as_the_default_ones_do(make, how) -> Non
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.parametrize("how", [checkpoint, reentrant, nested, reentrant_in_default, default_in_reentrant])
+def test_a_generator_that_the_forward_makes_is_made_again(how) -> None:
+    class Seeded(torch.nn.Module):
+        generator = None
+
+        def forward(self, x):
+            if self.generator is None:
+                self.generator = torch.Generator().manual_seed(5)
+            return (x * torch.rand(16, 16, generator=self.generator)).exp()
+
+    found = []
+    for way in (lambda layer, x: layer(x), how):
+        layer, x = Seeded(), leaf()
+        first, second = way(layer, x), way(layer, x * 2)
+        (first + second).sum().backward()
+        found.append((first, second, x.grad, torch.rand(4, generator=layer.generator)))
+    assert all(map(torch.equal, *found))
+
+
 def test_without_preserving_the_draws_are_free() -> None:
     torch.manual_seed(0)
     x = leaf()
