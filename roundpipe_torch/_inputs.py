@@ -18,7 +18,7 @@ from roundpipe_core._backend import numpys
 from roundpipe_core._slots import Slot
 from roundpipe_core._trees import LEAF, Spec, flatten, unflatten
 
-from ._errors import input_changed
+from ._errors import given_once, input_changed
 from ._views import PLAIN
 
 __all__ = [
@@ -60,6 +60,8 @@ def restored(slot: Slot, restore: Callable[[], T]) -> T:
     except RuntimeError as error:
         if "modified by an inplace operation" in str(error):
             raise input_changed(slot.label, error) from error
+        if "unpacked once" in str(error):
+            raise given_once(slot.label, error) from error
         raise
 
 

@@ -515,6 +515,20 @@ def test_verify_finds_what_flips_in_torchs_checkpoint(inner) -> None:  # R12
         layer(leaf()).sum().backward()
 
 
+def test_a_statistic_of_the_forward_alone_is_told_in_torchs_checkpoint() -> None:
+    losses = []
+
+    def decide(x):
+        (top,) = save_for_recompute(x.detach().topk(2).indices)
+        if not doing_recompute():
+            losses.append(x.exp().mean(0).square().sum())
+        return x.sin().gather(1, top)
+
+    y = bare(checkpoint, decide, leaf().exp())
+    with pytest.raises(MismatchError, match=r"decide .*around the layer gives its inputs only once"):
+        (y.sum() + losses[0]).backward()
+
+
 def test_one_unnamed_save_in_a_part_of_torchs() -> None:  # R4
     def part(x):
         save_for_recompute(1)
