@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from operator import attrgetter
@@ -77,14 +79,48 @@ class _Array:
         return numpys.restore(self._values)
 
 
+class _Cache:
+    """What a cache of transformers held. Layers put more into it."""
+
+    __slots__ = ("_cache",)
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = _with_own_containers(cache)
+
+    def copy(self) -> Any:
+        return _with_own_containers(self._cache)
+
+
+def _with_own_containers(value: Any) -> Any:
+    kind = type(value)
+    if kind is list:
+        return [*map(_with_own_containers, value)]
+    if kind is dict:
+        return {key: _with_own_containers(one) for key, one in value.items()}
+    if not _is_cache(kind):
+        return value
+    new = copy.copy(value)
+    vars(new).update({name: _with_own_containers(one) for name, one in vars(value).items()})
+    return new
+
+
+def _is_cache(kind: type) -> bool:
+    return _CACHES in sys.modules and any(base.__module__ == _CACHES for base in kind.__mro__)
+
+
+_CACHES = "transformers.cache_utils"
+
+
 def as_now(leaf: Any) -> Any:
     """What to keep of an argument that is no tensor."""
-    return _Array(leaf) if numpys.owns(leaf) and leaf.flags.writeable else leaf
+    if numpys.owns(leaf):
+        return _Array(leaf) if leaf.flags.writeable else leaf
+    return _Cache(leaf) if _is_cache(type(leaf)) else leaf
 
 
 def as_it_was(kept: Any) -> Any:
     """The argument that `kept` was made of."""
-    return kept.copy() if type(kept) is _Array else kept
+    return kept.copy() if type(kept) is _Array or type(kept) is _Cache else kept
 
 
 class Inputs:
