@@ -23,7 +23,7 @@ from ._contexts import region_of
 from ._decisions import as_decisions
 from ._errors import wrong_option
 from ._frames import Frame, Options
-from ._inputs import line_up
+from ._inputs import line_up, opened
 from ._matching import REGION
 from ._modes import own_generators
 from ._offload import Offload
@@ -257,6 +257,8 @@ def run_region(
         return function(*args, **kwargs)  # R2: no backward will come
     if torch.compiler._is_exporting_flag or torch._C._get_tracing_state() is not None:
         return function(*args, **kwargs)  # an exported or traced program has the layer alone
+    if type(function) is functools.partial and function.keywords:
+        function, args, kwargs = opened(function, args, kwargs)
     phase, slot = open_slot(options.label or function)
     batches = batches_around(slot.label, use_reentrant and tracked) if transformed() is not None else ()
     if outer is not None or options.auto is not None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import repeat
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -30,6 +32,7 @@ __all__ = [
     "as_it_was",
     "as_now",
     "line_up",
+    "opened",
     "restored",
     "save_tensor",
     "tensors_in",
@@ -109,6 +112,35 @@ def _is_cache(kind: type) -> bool:
 
 
 _CACHES = "transformers.cache_utils"
+
+
+def opened(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """A call of a partial function, where what it has by keyword and a layer may fill is among the arguments.
+
+    Transformers passes all keyword arguments of a layer so.
+    """
+    given: Any = function
+    filled = {name: value for name, value in given.keywords.items() if _may_be_filled(value)}
+    if not filled:
+        return function, args, kwargs
+    rest = {name: value for name, value in given.keywords.items() if name not in filled}
+    return partial(given.func, *given.args, **rest), args, {**filled, **kwargs}
+
+
+def _may_be_filled(value: Any) -> bool:
+    """Whether it is a container, other than of weights, or a cache."""
+    if type(value) in _FILLED:
+        return not any(map(_is_weight, value.values() if isinstance(value, dict) else value))
+    return type(value) not in PLAIN and _is_cache(type(value))
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad
+
+
+_FILLED = frozenset({list, dict, set, deque, OrderedDict, defaultdict})
 
 
 def as_now(leaf: Any) -> Any:

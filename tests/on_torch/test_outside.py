@@ -6,6 +6,7 @@ Autograd has what the forward saved. A recompute reads what there is now: notice
 from __future__ import annotations
 
 import functools
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -377,6 +378,29 @@ def test_what_the_names_of_a_module_stood_for_in_its_forward(name, way) -> None:
         return [*map(type, owners)], [[(name, id(one)) for name, one in names.items()] for names in registries]
 
     agree(scenario, way)
+
+
+@pytest.mark.parametrize("way", ENGINES)
+@pytest.mark.parametrize("container", [list, dict, deque])
+def test_what_a_partial_function_is_given_is_what_it_was(container, way) -> None:
+    """As any other argument."""
+
+    def layer(filled, x):
+        if isinstance(filled, dict):
+            filled[len(filled)] = x.detach().mean()
+        else:
+            filled.append(x.detach().mean())
+        return (x * sum(filled.values() if isinstance(filled, dict) else filled)).sin()
+
+    def scenario(way):
+        x, filled = leaf(T, D), container()
+        partly = functools.partial(layer, filled=filled)
+        first, second = way(partly, x=x), way(partly, x=x * 2)
+        first.sum().backward()
+        second.sum().backward()
+        return first, second, x.grad, [*(filled.values() if isinstance(filled, dict) else filled)]
+
+    same(scenario(way), scenario(plain))
 
 
 def looped(way, layers, x):
