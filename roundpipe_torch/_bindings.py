@@ -18,6 +18,7 @@ from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
+from torch.nn.utils.parametrize import _inject_property, is_parametrized
 
 __all__ = ["Bindings"]
 
@@ -28,7 +29,7 @@ _Registry = dict[Any, Any]
 class Bindings:
     """Of the modules and the functions that a call can reach."""
 
-    __slots__ = ("_before", "_cells", "_hooked", "_modules", "_registries", "_then")
+    __slots__ = ("_before", "_cells", "_classes", "_hooked", "_modules", "_registries", "_then")
 
     def __init__(self, modules: list[torch.nn.Module], closures: Sequence[FunctionType]) -> None:
         self._modules = modules
@@ -36,6 +37,7 @@ class Bindings:
         self._hooked: Collection[int] = ()
         self._registries: list[_Registry] | None = None
         self._then: list[_Registry] = []
+        self._classes: list[type[torch.nn.Module]] = []
         self._before: list[tuple[Any, Any]] = []  # what is to be put back
 
     def settle(self) -> None:
@@ -48,6 +50,7 @@ class Bindings:
             self._hooked = {*map(id, hooked)}
             registries += chain.from_iterable(map(_all_hooks, hooked))
         self._registries, self._then = registries, [*map(dict.copy, registries)]
+        self._classes = [*map(type, self._modules)]
 
     def changed(self) -> bool:
         """Whether one of them is bound to something else now. Not while the forward, under way, may bind them."""
@@ -58,6 +61,7 @@ class Bindings:
         return (
             len(now) != len(then)
             or not all(map(is_, now, then))
+            or [*map(type, self._modules)] != self._classes
             or (any(chain.from_iterable(map(_hooks, self._modules))) and self._newly_hooked() != [])
             or (self._cells != [] and any(_content(cell) is not then for cell, then in self._cells))
         )
@@ -80,6 +84,15 @@ class Bindings:
             if id(module._parameters) in renamed:  # what goes by their names may be an attribute now, or become one
                 attributes = vars(module).items()
                 self._bind(vars(module), {name: one for name, one in attributes if name not in module._parameters})
+        for module, cls in zip(self._modules, self._classes, strict=True):
+            if type(module) is not cls:
+                self._before.append((module, type(module)))
+                module.__class__ = cls
+            computed: Any = module._modules["parametrizations"] if is_parametrized(module) else ()
+            lacking = {*computed} - {*dir(cls)}
+            for name in lacking:  # it is gone from the class too when a parametrization is removed
+                self._before.append((cls, name))
+                _inject_property(module, name)
 
     def put_back(self) -> None:
         """Bind them as they were found. May be called again: an interrupt may have cut it short."""
@@ -132,7 +145,12 @@ def _content(names: Any) -> Any:
 
 
 def _set(names: Any, content: Any) -> None:
-    if isinstance(names, dict):
+    if isinstance(names, torch.nn.Module):
+        names.__class__ = content
+    elif isinstance(names, type):
+        if content in vars(names):
+            delattr(names, content)
+    elif isinstance(names, dict):
         gone = names.keys() - content.keys()
         names.update(content)
         for name in gone:

@@ -41,6 +41,8 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 _NO_CONTEXT = contextlib.nullcontext()
+_Generator = torch.Generator
+_ABSENT: Any = object()
 
 _SMALL = 1 << 16
 """Bytes up to which a buffer is copied before each forward and for each recompute: not every write can be seen."""
@@ -69,12 +71,13 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 class _Buffer:
     """One buffer, when the forward began."""
 
-    __slots__ = ("_noted", "after", "before", "called", "module", "name", "seen", "tensor", "version")
+    __slots__ = ("_noted", "after", "before", "called", "module", "name", "removed", "seen", "tensor", "version")
 
     def __init__(self, module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
         self.module, self.name, self.tensor = module, name, tensor
         self.version = 0
         self.seen = False  # to have changed
+        self.removed = False  # by the forward
         self.called = ""  # where the forward was that changed it though nobody had kept its values
         self._noted: tuple[int, int, torch.Tensor] | None = None  # the last value asked for, and what it was made of
         self.before: torch.Tensor | None = None
@@ -109,6 +112,7 @@ class _Buffer:
 
     def _settled(self) -> bool:
         if self.module._buffers.get(self.name) is not self.tensor:  # another tensor took its place
+            self.removed = self.name not in self.module._buffers
             if version_of(self.tensor) == self.version:
                 self.before = self.tensor
             self.seen = not isinstance(self.module, _NormBase)
@@ -134,13 +138,13 @@ class _Buffer:
 
     def of_now(self) -> torch.Tensor:
         """A copy of its values now."""
-        now = self.module._buffers[self.name]
+        now = self.module._buffers.get(self.name)
         return self.tensor if now is None else _copied(now)
 
     def changed_since(self) -> bool:
         """Whether others have changed what the forward left as it was."""
         now = self.module._buffers.get(self.name)
-        return now is not None and (now is not self.tensor or version_of(now) != self.version)
+        return now is not self.tensor or version_of(now) != self.version
 
     def then(self) -> torch.Tensor | None:
         """A copy of its values when the forward began, if somebody still has them."""
@@ -198,7 +202,10 @@ class Buffers:
         """Take out the copies but for the first `count`. May be called again: an interrupt may have cut it short."""
         while len(self.replaced) > count:
             module, name, before = self.replaced[-1]
-            module._buffers[name] = before
+            if before is _ABSENT:
+                module._buffers.pop(name, None)
+            else:
+                module._buffers[name] = before
             self.replaced.pop()
 
     def unsure(self, told: bool) -> bool:
@@ -236,17 +243,18 @@ class Buffers:
             yield
 
     def _moving(self) -> list[_Buffer]:
-        """Those that the forward may have changed, as far as it has got, and that are still there."""
+        """Those that the forward may have changed, as far as it has got, and did not take out."""
         # A layer that differentiates inside itself is recomputed before its forward is over.
         changed = self._changed or [buffer for buffer in self._watched if buffer.settle(told=False)]
-        return [buffer for buffer in changed if buffer.name in buffer.module._buffers]
+        return [buffer for buffer in changed if not buffer.removed or buffer.name in buffer.module._buffers]
 
     @contextlib.contextmanager
     def _swap(self, copies: Iterable[tuple[_Buffer, torch.Tensor]]) -> Iterator[None]:
         count = len(self.replaced)
         try:
             for buffer, copy in copies:
-                self.replaced.append((buffer.module, buffer.name, buffer.module._buffers[buffer.name]))
+                before = buffer.module._buffers.get(buffer.name, _ABSENT)  # others may have taken it out
+                self.replaced.append((buffer.module, buffer.name, before))
                 buffer.module._buffers[buffer.name] = copy
             yield
         finally:
@@ -332,13 +340,24 @@ def _as_before(module: torch.nn.Module, name: str, told: bool) -> bool:
 
 
 def states_of(
-    roots: Iterable[Any], closures: Sequence[FunctionType]
-) -> tuple[list[torch.nn.Module], Modes | None, Buffers | None]:
-    """The modules among `roots` and those inside of them, what is set of these and in `closures`, and their buffers."""
+    roots: Sequence[Any], closures: Sequence[FunctionType]
+) -> tuple[list[Any], tuple[torch.Generator, ...], Modes | None, Buffers | None]:
+    """What a call can reach, its state taken apart.
+
+    Returns:
+        The modules among `roots` and those inside of them, and the tensors; the generators among these and their
+        attributes; what is set of the modules and in `closures`; their buffers.
+    """
     modules = with_children(root for root in roots if isinstance(root, torch.nn.Module))
+    found: list[Any] = [*modules, *roots]
+    generators: tuple[torch.Generator, ...] = ()
+    if _Generator in map(type, roots):
+        generators = tuple(root for root in roots if isinstance(root, _Generator))
+        found = [root for root in found if not isinstance(root, _Generator)]
     if not modules:
-        return [], Modes([], closures) if closures else None, None
-    return modules, Modes(modules, closures), Buffers.of(modules)
+        return found, generators, Modes([], closures) if closures else None, None
+    modes = Modes(modules, closures)
+    return found, generators + modes.generators(), modes, Buffers.of(modules)
 
 
 def settle(modes: Modes, buffers: Buffers | None, told: bool, leaves_out: bool) -> None:

@@ -23,12 +23,13 @@ from ._contexts import region_of
 from ._decisions import as_decisions
 from ._errors import wrong_option
 from ._frames import Frame, Options
-from ._inputs import line_up
+from ._inputs import line_up, opened
 from ._matching import REGION
+from ._modes import own_generators
 from ._offload import Offload
 from ._reentrant import reentrant
 from ._run import TorchRun
-from ._state import Generators, generators_of
+from ._state import Generators, generators_of, reached
 from ._torchs import innermost
 from ._transforms import batches_around, transformed
 
@@ -256,6 +257,8 @@ def run_region(
         return function(*args, **kwargs)  # R2: no backward will come
     if torch.compiler._is_exporting_flag or torch._C._get_tracing_state() is not None:
         return function(*args, **kwargs)  # an exported or traced program has the layer alone
+    if type(function) is functools.partial and function.keywords:
+        function, args, kwargs = opened(function, args, kwargs)
     phase, slot = open_slot(options.label or function)
     batches = batches_around(slot.label, use_reentrant and tracked) if transformed() is not None else ()
     if outer is not None or options.auto is not None:
@@ -287,7 +290,10 @@ def _run_untracked(
     options: Options,
 ) -> Any:
     """A region without a graph of its own inside one that will be recomputed (R8)."""
-    generators = Generators(generators_of(function, (*args, *kwargs.values()))) if options.preserve_rng_state else None
+    generators = None
+    if options.preserve_rng_state:
+        values = (*args, *kwargs.values())
+        generators = Generators(generators_of(function, values), own_generators(reached(function, values, [])))
     outer = thread.run
     run = TorchRun(phase, slot, None, generators, outer)
     try:

@@ -205,6 +205,20 @@ def input_changed(layer: str, error: RuntimeError | None) -> MutationError:
     )
 
 
+def given_once(layer: str, error: RuntimeError) -> CheckpointMismatchError:
+    """A second recompute in one backward, for what the first did not make, inside torch's checkpoint."""
+    return CheckpointMismatchError(
+        message(
+            f"layer {layer!r}: backward needs a tensor that the recompute before did not make, or has given already; "
+            "torch's checkpoint around the layer gives its inputs only once.",
+            [("torch says", str(error).splitlines()[0])],
+            "make both phases run the same differentiable operations, keep no differentiable statistic of one of them "
+            "(as losses.append(...) under `if not doing_recompute():` does), and read ctx.saved_tensors once. With "
+            "roundpipe_torch.checkpoint around it the message lists what both phases saved.",
+        )
+    )
+
+
 def drawn_in_a_crowd(layer: str) -> CheckpointMismatchError:
     """Draws from a generator that another thread used meanwhile (R7)."""
     return CheckpointMismatchError(

@@ -160,12 +160,12 @@ class Frame:
             with _NO_CONTEXT if isinstance(outer, TorchRun) else self._parcel.inputs():
                 self._inputs = Inputs(args, kwargs)
         values = (*args, *kwargs.values())
-        self._generators = Generators(generators_of(function, values)) if options.preserve_rng_state else None
+        own: tuple[torch.Generator, ...] = ()
         closures: list[FunctionType] = []
         roots = reached(function, values, closures)
         if roots or closures:
-            modules, self._modes, self._buffers = states_of(roots, closures)
-            self._roots = [*modules, *roots]
+            self._roots, own, self._modes, self._buffers = states_of(roots, closures)
+        self._generators = Generators(generators_of(function, values), own) if options.preserve_rng_state else None
         self._ambient = Ambient()
         self._context = copy_context()
         self._lock = RLock()

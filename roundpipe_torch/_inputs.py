@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import sys
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import repeat
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -18,7 +22,7 @@ from roundpipe_core._backend import numpys
 from roundpipe_core._slots import Slot
 from roundpipe_core._trees import LEAF, Spec, flatten, unflatten
 
-from ._errors import input_changed
+from ._errors import given_once, input_changed
 from ._views import PLAIN
 
 __all__ = [
@@ -28,6 +32,7 @@ __all__ = [
     "as_it_was",
     "as_now",
     "line_up",
+    "opened",
     "restored",
     "save_tensor",
     "tensors_in",
@@ -60,6 +65,8 @@ def restored(slot: Slot, restore: Callable[[], T]) -> T:
     except RuntimeError as error:
         if "modified by an inplace operation" in str(error):
             raise input_changed(slot.label, error) from error
+        if "unpacked once" in str(error):
+            raise given_once(slot.label, error) from error
         raise
 
 
@@ -75,14 +82,77 @@ class _Array:
         return numpys.restore(self._values)
 
 
+class _Cache:
+    """What a cache of transformers held. Layers put more into it."""
+
+    __slots__ = ("_cache",)
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = _with_own_containers(cache)
+
+    def copy(self) -> Any:
+        return _with_own_containers(self._cache)
+
+
+def _with_own_containers(value: Any) -> Any:
+    kind = type(value)
+    if kind is list:
+        return [*map(_with_own_containers, value)]
+    if kind is dict:
+        return {key: _with_own_containers(one) for key, one in value.items()}
+    if not _is_cache(kind):
+        return value
+    new = copy.copy(value)
+    vars(new).update({name: _with_own_containers(one) for name, one in vars(value).items()})
+    return new
+
+
+def _is_cache(kind: type) -> bool:
+    return _CACHES in sys.modules and any(base.__module__ == _CACHES for base in kind.__mro__)
+
+
+_CACHES = "transformers.cache_utils"
+
+
+def opened(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """A call of a partial function, where what it has by keyword and a layer may fill is among the arguments.
+
+    Transformers passes all keyword arguments of a layer so.
+    """
+    given: Any = function
+    filled = {name: value for name, value in given.keywords.items() if _may_be_filled(value)}
+    if not filled:
+        return function, args, kwargs
+    rest = {name: value for name, value in given.keywords.items() if name not in filled}
+    return partial(given.func, *given.args, **rest), args, {**filled, **kwargs}
+
+
+def _may_be_filled(value: Any) -> bool:
+    """Whether it is a container, other than of weights, or a cache."""
+    if type(value) in _FILLED:
+        return not any(map(_is_weight, value.values() if isinstance(value, dict) else value))
+    return type(value) not in PLAIN and _is_cache(type(value))
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad
+
+
+_FILLED = frozenset({list, dict, set, deque, OrderedDict, defaultdict})
+
+
 def as_now(leaf: Any) -> Any:
     """What to keep of an argument that is no tensor."""
-    return _Array(leaf) if numpys.owns(leaf) and leaf.flags.writeable else leaf
+    if numpys.owns(leaf):
+        return _Array(leaf) if leaf.flags.writeable else leaf
+    return _Cache(leaf) if _is_cache(type(leaf)) else leaf
 
 
 def as_it_was(kept: Any) -> Any:
     """The argument that `kept` was made of."""
-    return kept.copy() if type(kept) is _Array else kept
+    return kept.copy() if type(kept) is _Array or type(kept) is _Cache else kept
 
 
 class Inputs:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, itemgetter
 from types import FunctionType
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.jit import ScriptModule
 
 from ._bindings import Bindings
 
-__all__ = ["Modes", "with_children"]
+__all__ = ["Modes", "own_generators", "with_children"]
 
 _ABSENT: Any = object()
 _Attribute = tuple[torch.nn.Module, str, Any]
@@ -44,6 +45,13 @@ def with_children(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
     return found
 
 
+def own_generators(roots: Iterable[Any]) -> tuple[torch.Generator, ...]:
+    """Those among what a call can reach, and among the attributes of the modules there."""
+    found = [*roots]
+    modules = Modes(with_children(root for root in found if isinstance(root, torch.nn.Module)), ())
+    return (*modules.generators(), *(root for root in found if isinstance(root, torch.Generator)))
+
+
 class Modes:
     """What was set of modules when a forward began."""
 
@@ -56,6 +64,13 @@ class Modes:
         self._begun = [(module, vars(module).copy()) for module in modules if _may_have_more(module)]
         self._attributes: list[_Attribute] = []
         self._before: list[tuple[Any, str, Any]] = []  # what is to be put back
+
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """Those that the modules had as attributes when the forward began."""
+        if not self._begun or _Generator not in map(type, _in_each(map(dict.values, map(_attributes_of, self._begun)))):
+            return ()
+        values = _in_each(then.values() for _, then in self._begun)
+        return tuple({id(value): value for value in values if isinstance(value, _Generator)}.values())
 
     def settle(self, repeats: bool, moved: Iterable[torch.nn.Module]) -> None:
         """The forward is over.
@@ -119,6 +134,9 @@ class Modes:
         self._bindings.put_back()
 
 
+_Generator = torch.Generator
+_in_each = chain.from_iterable
+_attributes_of: Callable[[tuple[torch.nn.Module, dict[str, Any]]], dict[str, Any]] = itemgetter(1)
 _training: Callable[[torch.nn.Module], bool] = attrgetter("training")
 _trained: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
 
@@ -166,8 +184,11 @@ def _are_names(value: Any) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    """Whether it is a tensor, or a tuple of some; but for views of weights, which FSDP makes and takes away again."""
+    """Whether it is a tensor, a generator, or a tuple of some.
+
+    But for views of weights, which FSDP makes and takes away again.
+    """
     if isinstance(value, torch.Tensor):
         base = value._base
         return base is None or not (base.is_leaf and base.requires_grad)
-    return isinstance(value, tuple) and any(map(_is_data, value))
+    return isinstance(value, _Generator) or (isinstance(value, tuple) and any(map(_is_data, value)))

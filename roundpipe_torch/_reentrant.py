@@ -112,18 +112,18 @@ class _Region:
     ) -> None:
         self.function, self.spec, self.slot = function, spec, slot
         self.leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else as_now(leaf) for leaf in leaves]
-        self.generators = Generators(generators_of(function, leaves)) if options.preserve_rng_state else None
         self.ambient = Ambient()
         self.context = copy_context()
         self.modes: Modes | None = None
         self.buffers: Buffers | None = None
         self.outside: Outside | None = None
         self.roots: Sequence[Any] = ()  # while the forward runs
+        own: tuple[torch.Generator, ...] = ()
         closures: list[FunctionType] = []
         roots = reached(function, leaves, closures)
         if roots or closures:
-            modules, self.modes, self.buffers = states_of(roots, closures)
-            self.roots = [*modules, *roots]
+            self.roots, own, self.modes, self.buffers = states_of(roots, closures)
+        self.generators = Generators(generators_of(function, leaves), own) if options.preserve_rng_state else None
         self.parcel = None if options.offload is None else Parcel(options.offload)
         self.crowded: bool
         self.hooked: list[Hooked] = []  # tensors from before it that the forward has put hooks on

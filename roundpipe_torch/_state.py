@@ -12,7 +12,7 @@ import threading
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from operator import call, methodcaller
+from operator import call, eq, methodcaller
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -53,12 +53,15 @@ _get_state, _set_state = methodcaller("get_state"), torch.Generator.set_state
 
 
 class Generators:
-    """Default generators whose draws a region repeats, with their states when it began."""
+    """Generators whose draws a region repeats, with their states when it began.
 
-    __slots__ = ("_generators", "start")
+    The default ones come first, then those that the call itself can reach.
+    """
 
-    def __init__(self, generators: tuple[torch.Generator, ...]) -> None:
-        self._generators = generators
+    __slots__ = ("_generators", "_own", "start")
+
+    def __init__(self, generators: tuple[torch.Generator, ...], own: tuple[torch.Generator, ...] = ()) -> None:
+        self._generators, self._own = generators + own, own
         self.start = self.now()
 
     def now(self) -> list[torch.Tensor]:
@@ -72,7 +75,7 @@ class Generators:
 
     def set(self, states: Sequence[torch.Tensor]) -> None:
         """Continue from `states`."""
-        for _ in map(_set_state, self._generators, states):
+        for _ in map(_set_state, self._generators, states):  # as far as these go: a layer may have made one since
             pass
 
     def since_start(self) -> list[torch.Tensor]:
@@ -82,12 +85,17 @@ class Generators:
 
     def missed(self) -> bool:
         """Whether the accelerator was started since, so that its generators are not among these."""
-        return _ACCELERATOR is not None and len(self._generators) == 1 and _started_backend() is not None
+        return (
+            _ACCELERATOR is not None and len(self._generators) == 1 + len(self._own) and _started_backend() is not None
+        )
 
 
 def equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """Whether states, which are on the host, are equal; not by a tensor operation, which modes would see."""
-    return [*map(_bytes, some)] == [*map(_bytes, others)]
+    """Whether states, which are on the host, are equal; not by a tensor operation, which modes would see.
+
+    Of a region and one inside of it, as far as they have the same generators.
+    """
+    return all(map(eq, map(_bytes, some), map(_bytes, others)))
 
 
 def _bytes(state: torch.Tensor) -> bytes:
@@ -263,7 +271,7 @@ def modules_of(function: Any, leaves: Collection[Any]) -> Iterator[torch.nn.Modu
 
 
 def reached(function: Any, leaves: Collection[Any], closures: list[types.FunctionType]) -> Sequence[Any]:
-    """The modules that a call can reach in this way, and the tensors that are not its arguments.
+    """The modules that a call can reach in this way, the generators, and the tensors that are not its arguments.
 
     Args:
         function: what is called.
@@ -273,7 +281,7 @@ def reached(function: Any, leaves: Collection[Any], closures: list[types.Functio
     if _PLAIN.issuperset(map(type, leaves)) and _reaches_nothing(function):
         return ()
     others = [leaf for leaf in leaves if type(leaf) not in PLAIN]
-    return [*_reached(function, others, (torch.nn.Module, torch.Tensor), closures)]
+    return [*_reached(function, others, (torch.nn.Module, torch.Tensor, torch.Generator), closures)]
 
 
 def tensors_of(function: Any, leaves: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import weakref
 
 import pytest
@@ -504,14 +505,28 @@ def test_what_torchs_checkpoint_saves_is_not_repeated_where_it_repeats_no_random
 
 @pytest.mark.parametrize("inner", [call, checkpoint])
 def test_verify_finds_what_flips_in_torchs_checkpoint(inner) -> None:  # R12
-    draws = torch.Generator().manual_seed(0)
+    seeds = itertools.count()
 
     def decide(x):
-        return x * recompute_once(lambda: torch.rand(6, 6, generator=draws))
+        return x * recompute_once(lambda: torch.rand(6, 6, generator=torch.Generator().manual_seed(next(seeds))))
 
     layer = remat(lambda x: bare(inner, decide, x.exp()).sin(), verify="raise")
     with pytest.raises(VerifyError, match=r"slot 'recompute_once.*6 of 6 rows flipped"):
         layer(leaf()).sum().backward()
+
+
+def test_a_statistic_of_the_forward_alone_is_told_in_torchs_checkpoint() -> None:
+    losses = []
+
+    def decide(x):
+        (top,) = save_for_recompute(x.detach().topk(2).indices)
+        if not doing_recompute():
+            losses.append(x.exp().mean(0).square().sum())
+        return x.sin().gather(1, top)
+
+    y = bare(checkpoint, decide, leaf().exp())
+    with pytest.raises(MismatchError, match=r"decide .*around the layer gives its inputs only once"):
+        (y.sum() + losses[0]).backward()
 
 
 def test_one_unnamed_save_in_a_part_of_torchs() -> None:  # R4

@@ -6,13 +6,14 @@ Autograd has what the forward saved. A recompute reads what there is now: notice
 from __future__ import annotations
 
 import functools
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from roundpipe_torch import (
     MutationError,
@@ -238,6 +239,38 @@ def loaded(net):
     return lambda: net.load_state_dict(state, assign=True)
 
 
+def pruned_before(net):
+    prune.l1_unstructured(net.down, "weight", 0.5)
+    return lambda: prune.remove(net.down, "weight")
+
+
+def normed_before(net):
+    parametrizations.weight_norm(net.down)
+    return lambda: parametrize.remove_parametrizations(net.down, "weight")
+
+
+class Halved(nn.Module):
+    def forward(self, weight):
+        return weight / 2
+
+
+def one_of_two(net):
+    parametrizations.weight_norm(net.down)
+    parametrize.register_parametrization(net.down, "bias", Halved())
+    return lambda: parametrize.remove_parametrizations(net.down, "weight")
+
+
+def masked(net):
+    net.register_buffer("mask", torch.full((5000, D), 0.5))
+    net.register_forward_pre_hook(lambda net, args: args if net.mask is None else args[0] * net.mask[0])
+    return lambda: setattr(net, "mask", None)
+
+
+def maskable(net):
+    masked(net)
+    return lambda: delattr(net, "mask")
+
+
 REBINDING: dict[str, Any] = {
     "a state loaded": loaded,
     "a weight": lambda net: lambda: another(net, "down", "weight"),
@@ -246,7 +279,12 @@ REBINDING: dict[str, Any] = {
     "a frozen bias": lambda net: lambda: another(net, "down", "bias", trained=False),
     "no bias": lambda net: lambda: setattr(net.up, "bias", None),
     "pruned": lambda net: lambda: prune.l1_unstructured(net.down, "weight", 0.5),
-    "a norm": lambda net: lambda: torch.nn.utils.parametrizations.weight_norm(net.down),
+    "pruned no more": pruned_before,
+    "a norm": lambda net: lambda: parametrizations.weight_norm(net.down),
+    "a norm taken off": normed_before,
+    "one of two taken off": one_of_two,
+    "no mask": masked,
+    "a mask taken off": maskable,
     "a part": lambda net: lambda: setattr(net, "up", nn.Linear(D, D, dtype=torch.float64)),
     "no part": lambda net: lambda: setattr(net, "up", nn.Identity()),
     "another device": lambda net: lambda: net.to("meta"),
@@ -327,11 +365,42 @@ def test_what_the_names_of_a_module_stood_for_in_its_forward(name, way) -> None:
 
     def everything(net):
         owners = [*net.modules()]
-        kinds = ("_parameters", "_modules", "_forward_hooks", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+        kinds = (
+            "_parameters",
+            "_buffers",
+            "_modules",
+            "_forward_hooks",
+            "_forward_pre_hooks",
+            "_forward_pre_hooks_with_kwargs",
+        )
         registries = [getattr(module, kind) for module in owners for kind in kinds]
-        return [[(name, id(one)) for name, one in names.items()] for names in (*registries, *map(vars, owners))]
+        registries += map(vars, {*owners, *map(type, owners)})
+        return [*map(type, owners)], [[(name, id(one)) for name, one in names.items()] for names in registries]
 
     agree(scenario, way)
+
+
+@pytest.mark.parametrize("way", ENGINES)
+@pytest.mark.parametrize("container", [list, dict, deque])
+def test_what_a_partial_function_is_given_is_what_it_was(container, way) -> None:
+    """As any other argument."""
+
+    def layer(filled, x):
+        if isinstance(filled, dict):
+            filled[len(filled)] = x.detach().mean()
+        else:
+            filled.append(x.detach().mean())
+        return (x * sum(filled.values() if isinstance(filled, dict) else filled)).sin()
+
+    def scenario(way):
+        x, filled = leaf(T, D), container()
+        partly = functools.partial(layer, filled=filled)
+        first, second = way(partly, x=x), way(partly, x=x * 2)
+        first.sum().backward()
+        second.sum().backward()
+        return first, second, x.grad, [*(filled.values() if isinstance(filled, dict) else filled)]
+
+    same(scenario(way), scenario(plain))
 
 
 def looped(way, layers, x):

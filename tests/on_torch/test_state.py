@@ -79,6 +79,95 @@ def test_random_numbers_line_up_and_the_streams_outside_do_not_notice(layer, use
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
+def reentrant(layer, x):
+    return checkpoint(layer, x, use_reentrant=True)
+
+
+def nested(layer, x):
+    return checkpoint(lambda x: checkpoint(layer, x), x)
+
+
+def reentrant_in_default(layer, x):
+    return checkpoint(lambda x: reentrant(layer, x), x)
+
+
+def default_in_reentrant(layer, x):
+    return reentrant(lambda x: checkpoint(layer, x), x)
+
+
+class Jitters(torch.nn.Module):
+    """A decision, and draws that both phases make, from a generator of its own or of its caller's."""
+
+    def __init__(self, generator=None):
+        super().__init__()
+        self.generator = generator
+
+    def forward(self, x, rngs=None):
+        generator = self.generator or rngs["jitter"]
+        x = x * torch.empty(16, 16).uniform_(0.9, 1.1, generator=generator)
+        top = recompute_once(lambda: torch.randint(16, (16, 2), generator=generator))
+        return (x.sin().gather(1, top) * torch.rand(16, 2, generator=generator)).exp()
+
+
+def from_attribute(generator):
+    return torch.nn.ModuleList([Jitters(generator)])[0]
+
+
+def from_arguments(generator):
+    return functools.partial(Jitters(), rngs={"jitter": generator})
+
+
+def from_closure(generator):
+    return lambda x: Jitters()(x, {"jitter": generator})
+
+
+def without_gradient_inside(generator):
+    inner = Jitters(generator)
+
+    def layer(x):
+        with torch.no_grad():
+            scale = checkpoint(inner, x)
+        return inner(x * scale.sum())
+
+    return layer
+
+
+@pytest.mark.parametrize("how", [checkpoint, reentrant, nested, reentrant_in_default, default_in_reentrant])
+@pytest.mark.parametrize("make", [from_attribute, from_arguments, from_closure, without_gradient_inside])
+def test_generators_of_the_call_line_up_as_the_default_ones_do(make, how) -> None:
+    found = []
+    for way in (lambda layer, x: layer(x), how):
+        generator, x = torch.Generator().manual_seed(3), leaf()
+        layer = make(generator)
+        first, second = way(layer, x), way(layer, x * 2)
+        if isinstance(layer, Jitters):
+            layer.generator = torch.Generator()  # by then somebody has given it another
+        drawn = torch.rand(4, generator=generator)
+        second.sum().backward()
+        first.sum().backward()
+        found.append((first, second, x.grad, drawn, torch.rand(4, generator=generator)))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("how", [checkpoint, reentrant, nested, reentrant_in_default, default_in_reentrant])
+def test_a_generator_that_the_forward_makes_is_made_again(how) -> None:
+    class Seeded(torch.nn.Module):
+        generator = None
+
+        def forward(self, x):
+            if self.generator is None:
+                self.generator = torch.Generator().manual_seed(5)
+            return (x * torch.rand(16, 16, generator=self.generator)).exp()
+
+    found = []
+    for way in (lambda layer, x: layer(x), how):
+        layer, x = Seeded(), leaf()
+        first, second = way(layer, x), way(layer, x * 2)
+        (first + second).sum().backward()
+        found.append((first, second, x.grad, torch.rand(4, generator=layer.generator)))
+    assert all(map(torch.equal, *found))
+
+
 def test_without_preserving_the_draws_are_free() -> None:
     torch.manual_seed(0)
     x = leaf()

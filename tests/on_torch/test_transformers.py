@@ -139,6 +139,44 @@ def test_recorded_logits_and_the_reentrant_engine_do_not_lose_gradient_silently(
 
 
 @needs_transformers
+class Attends(torch.nn.Module):
+    """To all chunks so far, and puts its own into the cache."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.n, self.key = n, torch.nn.Linear(4, 4)
+
+    def forward(self, x, past_key_values):
+        key = self.key(x)[:, None]
+        known, _ = past_key_values.update(key.detach(), key.detach(), self.n)
+        seen = torch.cat([known[:, :, : -x.shape[1]], key], 2)
+        (best,) = save_for_recompute((key @ seen.mT).detach().argmax(-1, keepdim=True))
+        return torch.nn.functional.scaled_dot_product_attention(key, seen, seen)[:, 0] + best[:, 0]
+
+
+@needs_transformers
+@pytest.mark.parametrize("way", [checkpoint, by_remat, reentrant])
+def test_a_cache_among_the_arguments_is_what_it_was(way):
+    """What the layer puts into it, it puts in once."""
+    from transformers import DynamicCache
+
+    def scenario(way):
+        torch.manual_seed(0)
+        layers, cache = [Attends(0), Attends(1)], DynamicCache()
+        chunks = [leaf(2, 3, 4), leaf(2, 2, 4, seed=1)]
+        outputs = []
+        for x in chunks:
+            for layer in layers:
+                x = way(layer, x, past_key_values=cache)
+            outputs.append(x)
+        for out in outputs:  # the earlier first
+            out.square().sum().backward()
+        grads = [layer.key.weight.grad for layer in layers]
+        return outputs, [x.grad for x in chunks], grads, cache.get_seq_length(), [one.keys for one in cache.layers]
+
+    same(scenario(way), scenario(plain))
+
+
 def test_another_routing_shows_in_the_gradients():
     """The oracle of the test above can tell."""
     model = tiny("Mixtral")
