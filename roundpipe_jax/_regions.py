@@ -104,7 +104,7 @@ class _Lane:
 
     def check(self, varying: Sequence[bool], inputs: _Arrays, forward_consts: _Arrays, more: Sequence[bool]) -> None:
         """Trace the tangent of the forward, so that the probes on saved values speak up (R5)."""
-        if self.program.calls_back and any(varying):
+        if (self.program.calls_back or self.program.writes) and any(varying):
             raise self.unfit()
         if self.forward is None:
             return
