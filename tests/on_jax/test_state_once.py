@@ -385,21 +385,29 @@ def test_a_reference_is_read_as_the_forward_read_it(lane: Any, way: str) -> None
     same(got[1:], [got[0]] * 2)
 
 
+@jax.custom_vjp
+def squared(x: Any) -> Any:
+    return x**2
+
+
+squared.defvjp(lambda x: (x**2, x), lambda x, slope: (2 * x * slope,))
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("lane", LANES)
 def test_a_reference_that_both_phases_would_write_to(lane: Any, way: str) -> None:
     count = jax.new_ref(jnp.int32(0))
 
-    def layer(x: Any) -> Any:
+    def layer(x: Any, scale: Any) -> Any:
         (best,) = save_for_recompute(jnp.argmax(jax.lax.stop_gradient(x)))
         count[...] += 1
-        return jnp.sin(x) * x[best]
+        return jnp.sin(squared(x)) * x[best] * scale
 
     wrapped = remat(layer, mode=lane, label="counted")
-    same(WAYS[way](wrapped)(X), layer(X))  # without a derivative there is no recompute
+    same(WAYS[way](wrapped)(X, X), layer(X, X))  # without a derivative there is no recompute
     assert count[...] == 2
     with pytest.raises(MismatchError, match="would write to a jax\\.Ref again") as caught:
-        WAYS[way](slope(wrapped))(X)
+        WAYS[way](slope(lambda x: wrapped(x, X)))(X)
     assert f"written at: {__file__}:{layer.__code__.co_firstlineno + 2}" in str(caught.value)
 
 
