@@ -354,7 +354,7 @@ class Call:
     @property
     def refusals(self) -> Refusals:
         """How this layer says what its mode cannot do."""
-        return Refusals.of(self.fun, self.label)
+        return Refusals.of(labelled(self.fun), self.label)
 
     def result(self) -> Any:
         """What the layer returns."""
