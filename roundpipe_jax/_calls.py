@@ -354,7 +354,7 @@ class Call:
     @property
     def refusals(self) -> Refusals:
         """How this layer says what its mode cannot do."""
-        return Refusals.of(self.fun, self.label)
+        return Refusals.of(labelled(self.fun), self.label)
 
     def result(self) -> Any:
         """What the layer returns."""
@@ -477,6 +477,7 @@ class Call:
             if program.cached:
                 known["recompute"] = program
         found: Recompute = program.out[1].value
+        program = program.without_references(found.made)
         check_matches(self.options.policy, program.jaxpr, label_of(self.label))
         forward = forward if _saves_floats(template, saved) else None
         flags = slot_flags(self.options.offload, saved, template.sorts)
@@ -542,7 +543,7 @@ class Call:
         if lane is None:
             forward, bare = forward and forward.bare(), program.bare()
             options = {"forward": forward, "slots": slots, "barrier": self.barrier, "policy": policy, "away": away}
-            options["unfit"] = functools.partial(_calls_back, self.refusals, bare.jaxpr.jaxpr)
+            options["unfit"] = functools.partial(_calls_back, self.refusals, bare)
             options["not_linear"] = functools.partial(_not_linear, label_of(self.label), self.refusals.at)
             if self.options.mode == "custom_vjp":
                 lane = ResidualLane(program.pruned().bare(), refusals=self.refusals, **options)
@@ -824,11 +825,19 @@ def _saves_floats(template: Template, saved: Sequence[Any]) -> bool:
     return any(is_float(array) and not sort.kept for array, sort in zip(saved, template.sorts, strict=True))
 
 
-def _calls_back(layer: Refusals, program: Jaxpr) -> MismatchError:
+def _calls_back(layer: Refusals, program: Program) -> MismatchError:
+    if program.writes:
+        return MismatchError(
+            message(
+                f"layer {layer.layer!r}: the recompute would write to a jax.Ref again.",
+                [*layer.at, *program.writes],
+                "write to it by update_once, or only if not doing_recompute().",
+            )
+        )
     return MismatchError(
         message(
             f"layer {layer.layer!r}: the recompute would run an io_callback again.",
-            [*layer.at, *of_io(program)],
+            [*layer.at, *of_io(program.jaxpr.jaxpr)],
             "save what it returns; call one that returns nothing only if not doing_recompute().",
         )
     )

@@ -11,7 +11,8 @@ import jax.ad_checkpoint
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Primitive, Var
+from jax._src.state import discharge  # what makes values of references has no public name
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var
 from jax.interpreters import ad, batching, mlir
 
 __all__ = [
@@ -35,15 +36,18 @@ __all__ = [
     "is_ordered",
     "is_out_of_memory",
     "is_plain",
+    "is_reference",
     "is_remat3",
     "is_running",
     "is_tracer",
+    "is_write",
     "jax_checkpoint",
     "let_go",
     "memory_kinds",
     "move_to_device",
     "move_to_host",
     "named",
+    "of_values",
     "open_traces",
     "optimization_barrier",
     "replaced",
@@ -279,6 +283,28 @@ _rules: Any = (ad, batching, mlir)
 _rules[0].deflinear2(_tangent, lambda dot, *_, **__: [dot])
 _rules[1].primitive_batchers[_tangent] = lambda values, dims, **params: (_tangent.bind(*values, **params), dims[0])
 _rules[2].register_lowering(_tangent, _refuse)
+
+
+def is_reference(value: Any) -> bool:
+    """Whether `value` is a `jax.Ref`, under a transformation too."""
+    return isinstance(value, jax.Ref)
+
+
+def is_write(effect: Any) -> bool:
+    """Whether it is that of an operation that writes to a `jax.Ref`."""
+    return type(effect).__name__ in ("WriteEffect", "AccumEffect")
+
+
+def of_values(jaxpr: Jaxpr) -> Jaxpr:
+    """The program with the values of references in place of those among its constants. What it writes is dropped."""
+    count, results = len(jaxpr.constvars), len(jaxpr.outvars)
+    state: Any = discharge
+    info: Any = jaxpr.debug_info
+    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    whole = replaced(jaxpr, constvars=[], invars=inputs, debug_info=info.with_unknown_names())
+    pure: Jaxpr = state.discharge_state(ClosedJaxpr(whole, [])).jaxpr
+    invars, outvars = pure.invars[count:], pure.outvars[:results]
+    return replaced(pure, constvars=pure.invars[:count], invars=invars, outvars=outvars, debug_info=info)
 
 
 def zeros(var: Var) -> Any:

@@ -13,10 +13,10 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from roundpipe_core._places import Place, is_passed_over, pass_over, where
 
-from ._jax import is_io
+from ._jax import is_io, is_write
 from ._programs import subprograms
 
-__all__ = ["of_error", "of_io", "of_operation"]
+__all__ = ["Facts", "of_error", "of_io", "of_operation", "of_writes"]
 
 _JAX = str(Path(jax.__file__).parent)
 pass_over(_JAX + os.sep, _JAX + "lib" + os.sep)
@@ -43,6 +43,16 @@ def of_io(jaxpr: Jaxpr) -> Facts:
         if any(map(is_io, eqn.effects)):
             inner = subprograms(eqn)
             found += [fact for one in inner for fact in of_io(one)] or of_operation("called at", eqn)
+    return found[:8]
+
+
+def of_writes(jaxpr: Jaxpr) -> Facts:
+    """Those of the writes to what a program closes over."""
+    found: Facts = []
+    outer = set(map(id, jaxpr.constvars)) if any(map(is_write, jaxpr.effects)) else set()
+    for eqn in jaxpr.eqns:
+        if any(id(var) in outer for var in eqn.invars) and any(map(is_write, eqn.effects)):
+            found += of_operation("written at", eqn) or [("written by", str(eqn.primitive))]
     return found[:8]
 
 

@@ -78,6 +78,7 @@ class _Lane:
         self.program, self.forward, self.slots = program, forward, slots
         self.away = away
         self.barrier, self.policy, self.unfit, self.not_linear = barrier, policy, unfit, not_linear
+        self.once_only = program.calls_back or bool(program.writes)
         self.jaxpr_consts = len(program.consts)
         self.opaque = calls_custom_vjp(program.jaxpr.jaxpr)  # then its tangents are good only for being transposed
         self._made: dict[tuple[bool, ...], Callable[..., Any]] = {}
@@ -104,7 +105,7 @@ class _Lane:
 
     def check(self, varying: Sequence[bool], inputs: _Arrays, forward_consts: _Arrays, more: Sequence[bool]) -> None:
         """Trace the tangent of the forward, so that the probes on saved values speak up (R5)."""
-        if self.program.calls_back and any(varying):
+        if self.once_only and any(varying):
             raise self.unfit()
         if self.forward is None:
             return
@@ -132,7 +133,7 @@ class CheckpointLane(_Lane):
 
     def __call__(self, outputs: _Arrays, slot: _Arrays, inputs: _Arrays, forward_consts: _Arrays = ()) -> list[Any]:
         beside = is_remat3() or (self.opaque and not all(map(is_differentiated, inputs)))
-        if beside and not self.program.calls_back:  # otherwise it could only be refused
+        if beside and not self.once_only:  # otherwise it could only be refused
             return self._beside(outputs, slot, inputs, forward_consts)
         return ruled(self.ruling)(outputs, slot, inputs, forward_consts)
 

@@ -153,7 +153,7 @@ def _wrapped(fun: Any, options: Options) -> Any:
         )
     _arguments.check_names(fun, options.static_argnames)
     if options.mode == "custom_vjp" and options.policy is not None:
-        raise Refusals.of(fun, options.label or labelled(fun)).policy(options.policy)
+        raise Refusals.of(labelled(fun), options.label or labelled(fun)).policy(options.policy)
 
     def layer(*args: Any, **kwargs: Any) -> Any:
         return Call(fun, options, args, kwargs).result()

@@ -18,8 +18,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters import partial_eval
 
 from ._identity import reach
-from ._jax import current_trace, is_io, is_numpy, let_go, replaced
+from ._jax import current_trace, is_io, is_numpy, is_reference, let_go, of_values, replaced
 from ._packing import Held
+from ._places import of_writes
 from ._remade import reading_saved
 from ._updates import with_updates
 
@@ -32,6 +33,9 @@ class Program(NamedTuple):
     jaxpr: ClosedJaxpr
     out: Any  # the function's result, with `jax.ShapeDtypeStruct` for arrays
     cached: bool = False  # whether equal calls get the same program
+    writes: Sequence[
+        tuple[str, str]
+    ] = ()  # where it writes to a `jax.Ref` that it closes over, of a program without references
 
     @property
     def consts(self) -> list[Any]:
@@ -46,7 +50,21 @@ class Program(NamedTuple):
 
     def bare(self) -> Program:
         """Without constants and results, for JAX to keep longer than the trace that the constants may be of."""
-        return Program(ClosedJaxpr(self.jaxpr.jaxpr, [None] * len(self.jaxpr.consts)), None)
+        return Program(ClosedJaxpr(self.jaxpr.jaxpr, [None] * len(self.jaxpr.consts)), None, writes=self.writes)
+
+    def without_references(self, made: dict[Hashable, Any]) -> Program:
+        """With what each `jax.Ref` that it closes over holds now, which may change before backward.
+
+        `made` is where to keep the program of values.
+        """
+        consts = self.consts
+        if not any(map(is_reference, consts)):
+            return self
+        if "values" not in made:
+            made["values"] = of_values(self.jaxpr.jaxpr), of_writes(self.jaxpr.jaxpr)
+        jaxpr, writes = made["values"]
+        values = [const[...] if is_reference(const) else const for const in consts]
+        return self._replace(jaxpr=ClosedJaxpr(jaxpr, values), writes=writes)
 
     @property
     def calls_back(self) -> bool:

@@ -49,7 +49,7 @@ def verified(
     function = functools.partial(_split_again, again, len(saved))
     try:
         if any(map(is_abstract, (*values, *outputs))):
-            program = stage(function, values)
+            program = stage(function, values).without_references({})
             consts, values = optimization_barrier((stop_gradients(program.consts), values))
             results, held = program.run(consts, values), program.out[2].value
             count = len(program.out[0])

@@ -155,6 +155,10 @@ def test_saves_in_inner_traces_in_the_residual_lane() -> None:
         layer,
         ", or save outside the inner function.",
     )
+    # the user's line, not that of JAX's wrapper around it
+    wrapped = remat(jax.vmap(lambda x: layer(x)), mode="custom_vjp")
+    found = raised(OptionError, lambda: jax.jit(wrapped)(jnp.ones((2, 3))))
+    assert not any("traceback_util.py" in line for line in found if "layer at" in line)
 
 
 def test_references_in_the_residual_lane() -> None:

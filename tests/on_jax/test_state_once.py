@@ -356,6 +356,61 @@ def test_a_reference_is_written_once() -> None:
     assert [int(way(counted)(X)[1]) for way in WAYS.values()] == [1, 1]
 
 
+SCALE = jax.new_ref(jnp.ones(3))
+
+
+def scaled(x: Any) -> Any:
+    # no closure: its traces may be kept
+    (best,) = save_for_recompute(jnp.argmax(jax.lax.stop_gradient(x)))
+    return jnp.sin(x * SCALE[...]) * x[best]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("lane", LANES)
+def test_a_reference_is_read_as_the_forward_read_it(lane: Any, way: str) -> None:
+    def steps(f: Any) -> Any:
+        def step(x: Any) -> Any:
+            y, pull = jax.vjp(f, x)
+            before = SCALE[...]
+            SCALE[...] = before + 1  # by a later layer, say
+            return y, pull(y)
+
+        return step
+
+    got = []
+    for f in (scaled, remat(scaled, mode=lane), remat(scaled, mode=lane, verify="raise")):
+        SCALE[...] = jnp.ones(3)
+        run = WAYS[way](steps(f))
+        got.append([run(X), run(X), SCALE[...]])
+    same(got[1:], [got[0]] * 2)
+
+
+@jax.custom_vjp
+def squared(x: Any) -> Any:
+    return x**2
+
+
+squared.defvjp(lambda x: (x**2, x), lambda x, slope: (2 * x * slope,))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("lane", LANES)
+def test_a_reference_that_both_phases_would_write_to(lane: Any, way: str) -> None:
+    count = jax.new_ref(jnp.int32(0))
+
+    def layer(x: Any, scale: Any) -> Any:
+        (best,) = save_for_recompute(jnp.argmax(jax.lax.stop_gradient(x)))
+        count[...] += 1
+        return jnp.sin(squared(x)) * x[best] * scale
+
+    wrapped = remat(layer, mode=lane, label="counted")
+    same(WAYS[way](wrapped)(X, X), layer(X, X))  # without a derivative there is no recompute
+    assert count[...] == 2
+    with pytest.raises(MismatchError, match="would write to a jax\\.Ref again") as caught:
+        WAYS[way](slope(lambda x: wrapped(x, X)))(X)
+    assert f"written at: {__file__}:{layer.__code__.co_firstlineno + 2}" in str(caught.value)
+
+
 def test_other_callbacks_are_left_alone() -> None:
     def scanned(x: Any) -> Any:
         def body(x: Any, _: Any) -> Any:
