@@ -1,10 +1,10 @@
 """Cost per region, from 10 to 100,000 regions in one step: it should not grow with their number.
 
 A chain of tiny layers, forward and backward, ours and torch's non-reentrant checkpoint in turn. Each figure is compared
-with that of 100 regions, run just before it. A step without any region, in which autograd begins and ends all the same,
-is taken off: of one of 10 it would be some percent. All regions of a step live at once, so Python's cycle collector
-walks over more and more objects that are no garbage; it is measured with the collector and without, and what it
-costs is its own. `held` counts what a region that waits for its backward holds; `instructions` has no clock in it.
+with that of 100 regions, run just before and after it. A step without any region, in which autograd begins and ends all
+the same, is taken off: of one of 10 it would be some percent. All regions of a step live at once, so Python's cycle
+collector walks over more and more objects that are no garbage; it is measured with the collector and without, and what
+it costs is its own. `held` counts what a region that waits for its backward holds; `instructions` has no clock in it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def seconds(layer: Layer, count: int, total: int) -> float:
 
 
 def timings(table: str, ways: dict[str, Layer], quick: bool) -> Iterator[Row]:
-    total, rounds = (500, 1) if quick else (2_000, 9)
+    total, rounds = (500, 1) if quick else (1_000, 9)
     sizes = SIZES[:3] if quick else SIZES
     for layer in ways.values():
         seconds(layer, BASE, BASE)
@@ -57,8 +57,10 @@ def timings(table: str, ways: dict[str, Layer], quick: bool) -> Iterator[Row]:
         for _ in range(min(rounds, max(1, 40_000 // count))):
             for name, layer in ways.items():
                 gc.collect()
-                base[name].append(seconds(layer, BASE, total))
+                beside = max(total, count // 5)  # long enough for the machine's own ups and downs
+                before = seconds(layer, BASE, beside)
                 spent[name].append(seconds(layer, count, total))
+                base[name].append((before + seconds(layer, BASE, beside)) / 2)
         for name in ways:
             median, ratio = statistics.median(spent[name]), paired(spent[name], base[name])
             bar = FLAT if name == OURS else None
