@@ -147,7 +147,7 @@ def _layers_in(stacked_params: Any, name: str) -> int:
     raise OptionError(
         message(
             f"layer {name!r}: remat_layers needs parameters stacked along their first axis, one entry a layer.",
-            [*[(path or "the parameters", f"shape {shape}") for path, shape in list(shapes.items())[:8]]],
+            [(path or "the parameters", f"shape {shape}") for path, shape in list(shapes.items())[:8]],
             "stack them: jax.tree.map(lambda *leaves: jnp.stack(leaves), *params_of_each_layer).",
         )
     )

@@ -103,10 +103,7 @@ def check_memory(layer: str) -> None:
         raise OptionError(
             message(
                 f"layer {layer!r}: this backend has no host memory to offload to.",
-                [
-                    ("platform", jax.default_backend()),
-                    ("kinds of memory", ", ".join(sorted(kinds)) or "none"),
-                ],
+                [("platform", jax.default_backend()), ("kinds of memory", ", ".join(sorted(kinds)) or "none")],
                 "leave offload out here.",
             )
         )

@@ -144,18 +144,21 @@ def with_tags(policy: Any) -> Any:
 
 
 def _names(policy: Any) -> frozenset[str] | None:
-    names = getattr(policy, "saveable_names", None) or _closed_over(policy, "names_which_can_be_saved")
+    names = _made_of(policy, "saveable_names", "names_which_can_be_saved")
     return frozenset(names) if names is not None else None
 
 
 def _other_names(policy: Any) -> Any:
     """Those that it does not keep."""
-    return getattr(policy, "names", None) or _closed_over(policy, "names_not_to_save")
+    return _made_of(policy, "names", "names_not_to_save")
 
 
-def _closed_over(policy: Any, variable: str) -> Any:
-    """What a policy of JAX that is a function was made with."""
-    return inspect.getclosurevars(policy).nonlocals.get(variable) if inspect.isfunction(policy) else None
+def _made_of(policy: Any, attribute: str, variable: str) -> Any:
+    """What a policy of JAX has as an `attribute`, or, if it is a function, as a `variable`."""
+    found = getattr(policy, attribute, None)
+    if found is None and inspect.isfunction(policy):
+        return inspect.getclosurevars(policy).nonlocals.get(variable)
+    return found
 
 
 def check_policy(given: Any, function: str) -> None:

@@ -125,11 +125,7 @@ def _checked(options: Options) -> Options:
     ):
         if value not in known:
             raise OptionError(
-                message(
-                    f"remat: {name}={value!r} does not exist.",
-                    [],
-                    f"choose one of {', '.join(map(repr, known))}.",
-                )
+                message(f"remat: {name}={value!r} does not exist.", [], f"choose one of {', '.join(map(repr, known))}.")
             )
     label: Any = options.label
     if label is not None and not isinstance(label, str):

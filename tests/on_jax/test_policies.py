@@ -157,7 +157,8 @@ def test_what_remat3_would_ignore_is_refused() -> None:
             save_policy(offload="cpu")
         with pytest.raises(OptionError, match="layer 'one': this policy is ignored under JAX_REMAT3"):
             jax.jit(remat(plain, policy=save_dots(), label="one"))(W, X)
-        for policy in (POLICIES.everything_saveable, POLICIES.nothing_saveable, save_policy("h")):
+        none = POLICIES.save_only_these_names(), POLICIES.save_any_names_but_these()
+        for policy in (POLICIES.everything_saveable, POLICIES.nothing_saveable, save_policy("h"), *none):
             jax.make_jaxpr(remat(plain, policy=policy))(W, X)
     finally:
         jax.config.update("jax_remat3", False)
