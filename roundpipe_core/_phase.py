@@ -388,8 +388,8 @@ def save_for_recompute(*data: Any, name: str | None = None, offload: bool | None
     """
     if _is_traced():
         return _traced.save_for_recompute(data, name)
-    if name is not None:
-        _check_name(name, "save_for_recompute")
+    if name is not None and not isinstance(name, str):
+        raise _not_a_name(name, "save_for_recompute")
     if offload is not None and not isinstance(offload, bool):
         raise OptionError(
             message(
@@ -450,7 +450,8 @@ def get_recompute_data(name: str | None = None) -> tuple[Any, ...]:
     """
     if _is_traced():
         return _traced.get_recompute_data(name)
-    _check_name(name, "get_recompute_data")
+    if name is not None and not isinstance(name, str):
+        raise _not_a_name(name, "get_recompute_data")
     run = _found()
     if run is None:
         raise _not_recomputing(None)
@@ -631,15 +632,14 @@ def _refuse_value(asked: str, given: Any, way_out: str) -> None:
         raise OptionError(message(what, [], way_out)) from None
 
 
-def _check_name(name: object, function: str) -> None:
-    if name is not None and not isinstance(name, str):
-        raise OptionError(
-            message(
-                f"{function}: name must be a string, not {name!r}.",
-                [],
-                'name the slot by a string, as in name="mask".',
-            )
+def _not_a_name(name: object, function: str) -> OptionError:
+    return OptionError(
+        message(
+            f"{function}: name must be a string, not {name!r}.",
+            [],
+            'name the slot by a string, as in name="mask".',
         )
+    )
 
 
 def _not_recomputing(layer: str | None) -> PhaseError:

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch.nn.utils.parametrize import _inject_property, is_parametrized
 
+from ._views import PLAIN
+
 __all__ = ["Bindings"]
 
 _EMPTY: Any = object()
@@ -124,14 +126,13 @@ def _is_plain(value: Any) -> bool:
     """Whether it is not a weight that is sharded: who does that puts others in the place of it, and must find them."""
     if not isinstance(value, torch.Tensor):
         return True
-    if type(value) not in _PLAIN or hasattr(value, _IN_ONE_OF_FSDPS):
+    if type(value) not in PLAIN or hasattr(value, _IN_ONE_OF_FSDPS):
         return False
     return value._base is None or not value._base.is_leaf
 
 
 _IN_ONE_OF_FSDPS = "_fsdp_flattened"
 """What FullyShardedDataParallel marks weights by of which it has views in their place while they are used."""
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def _content(names: Any) -> Any:

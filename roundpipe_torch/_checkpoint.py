@@ -93,10 +93,16 @@ def checkpoint(
     Implements R1, R7 to R11.
     """
     if function is None:
-        options: dict[str, Any] = {"use_reentrant": use_reentrant, "context_fn": context_fn, "debug": debug}
-        options |= {"determinism_check": determinism_check, "early_stop": early_stop}
-        options |= {"respect_saved_tensors_hooks": respect_saved_tensors_hooks}
-        return _decorator(options | {"preserve_rng_state": preserve_rng_state}, kwargs)
+        options = {
+            "use_reentrant": use_reentrant,
+            "context_fn": context_fn,
+            "determinism_check": determinism_check,
+            "debug": debug,
+            "early_stop": early_stop,
+            "preserve_rng_state": preserve_rng_state,
+            "respect_saved_tensors_hooks": respect_saved_tensors_hooks,
+        }
+        return _decorator(options, kwargs)
     if torch.compiler.is_dynamo_compiling():  # pragma: no cover - read by the compiler, which runs it itself
         given = {"context_fn": context_fn, "determinism_check": determinism_check}
         return _compile.region(function, args, kwargs, given)

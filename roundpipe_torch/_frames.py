@@ -51,7 +51,7 @@ from ._ranks import collectives, keeps_graph, recompute_on_arrival, tell_rank
 from ._run import TorchRun, is_inside, is_told
 from ._selective import count_by_line
 from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, reached, replayed
-from ._torchs import behind_hooks, innermost, leave, unseen
+from ._torchs import before_hooks, innermost, leave, unseen
 from ._transforms import Batches, batched
 from ._usage import held
 from ._verify import Audit
@@ -191,9 +191,8 @@ class Frame:
             if self._options.contexts is None:
                 outputs = _call(run, pack, _unpack, self._function, args, kwargs)
             else:
-                if self._options.respects_hooks:
-                    pack = behind_hooks(pack)
-                with self._options.contexts[0]:
+                hooked = before_hooks(pack) if self._options.respects_hooks else contextlib.nullcontext(pack)
+                with hooked as pack, self._options.contexts[0]:
                     if self._options.auto is not None:
                         count_by_line()
                     outputs = _call(run, pack, _unpack, self._function, args, kwargs)
@@ -202,8 +201,6 @@ class Frame:
             raise
         finally:
             self._underway = None
-            if self._options.respects_hooks:
-                unseen(pack)
             self._crowded = visit is not None and visit.end()
         if self._modes is not None:
             settle(self._modes, self._buffers, self.trace.told_at >= 0, run.leaves_out)

@@ -18,7 +18,7 @@ __all__ = [
     "CALLS",
     "LABEL",
     "Part",
-    "behind_hooks",
+    "before_hooks",
     "in_backward_of_others",
     "in_forward_of_others",
     "innermost",
@@ -54,14 +54,6 @@ def is_ours(hooks: Any) -> bool:
 _OURS = __name__.partition(".")[0]
 
 
-def behind_hooks(pack: Callable[..., Any]) -> Any:
-    """A hook like `pack`, behind which such a policy finds those that are in force now. Until it is `unseen` again."""
-    hook: Any = unseen(partial(pack))
-    torchs: Any = checkpoint  # since 2.14
-    hook._user_hooks = torchs._current_user_saved_tensors_hooks()
-    return hook
-
-
 def unseen(pack: _Pack) -> _Pack:
     """Let selective policies of torch (since 2.14) take `pack` for a hook of a checkpoint, and not of the user.
 
@@ -70,6 +62,21 @@ def unseen(pack: _Pack) -> _Pack:
     hook: Any = pack
     hook._checkpoint_internal, hook._user_hooks = True, None
     return pack
+
+
+@contextlib.contextmanager
+def before_hooks(pack: Callable[..., Any]) -> Iterator[Any]:
+    """A hook like `pack`, behind which such a policy finds those that are in force now.
+
+    Only for the time of this: autograd holds the hook, and what that holds would never be collected.
+    """
+    hook: Any = unseen(partial(pack))
+    torchs: Any = checkpoint  # since 2.14
+    hook._user_hooks = torchs._current_user_saved_tensors_hooks()
+    try:
+        yield hook
+    finally:
+        hook._user_hooks = None
 
 
 class Part:
