@@ -17,7 +17,7 @@ A buffer is replaced for the time of the recompute, not written: others may have
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -29,10 +29,10 @@ from roundpipe_core._slots import Slot
 from roundpipe_core._trees import flatten
 
 from ._errors import buffer_changed, buffer_unknown, user_line
-from ._modes import Modes, with_children
+from ._modes import Modes, generators_in, with_children
 from ._notes import Notes
 from ._parts import bytes_of
-from ._state import DrawWatch, Watch
+from ._state import DrawWatch, Watch, reached
 from ._views import memory_of, version_of
 
 __all__ = ["Buffers", "Moved", "copies", "not_misled", "settle", "states_of"]
@@ -41,7 +41,6 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 _NO_CONTEXT = contextlib.nullcontext()
-_Generator = torch.Generator
 _ABSENT: Any = object()
 
 _SMALL = 1 << 16
@@ -340,24 +339,25 @@ def _as_before(module: torch.nn.Module, name: str, told: bool) -> bool:
 
 
 def states_of(
-    roots: Sequence[Any], closures: Sequence[FunctionType]
-) -> tuple[list[Any], tuple[torch.Generator, ...], Modes | None, Buffers | None]:
+    function: Any, leaves: Collection[Any]
+) -> tuple[Sequence[Any], tuple[torch.Generator, ...], Modes | None, Buffers | None]:
     """What a call can reach, its state taken apart.
 
     Returns:
-        The modules among `roots` and those inside of them, and the tensors; the generators among these and their
-        attributes; what is set of the modules and in `closures`; their buffers.
+        The modules and those inside of them, and the tensors that are not its arguments; its generators; what is set of
+        the modules and in closures; the buffers.
     """
+    closures: list[FunctionType] = []
+    roots = reached(function, leaves, closures)
+    if not roots and not closures:
+        return (), (), None, None
     modules = with_children(root for root in roots if isinstance(root, torch.nn.Module))
+    modes = Modes(modules, closures) if modules or closures else None
+    generators = generators_in(roots, modes.attributes() if modes is not None else ())
     found: list[Any] = [*modules, *roots]
-    generators: tuple[torch.Generator, ...] = ()
-    if _Generator in map(type, roots):
-        generators = tuple(root for root in roots if isinstance(root, _Generator))
-        found = [root for root in found if not isinstance(root, _Generator)]
-    if not modules:
-        return found, generators, Modes([], closures) if closures else None, None
-    modes = Modes(modules, closures)
-    return found, generators + modes.generators(), modes, Buffers.of(modules)
+    if generators:
+        found = [one for one in found if not isinstance(one, torch.Generator)]
+    return found, generators, modes, Buffers.of(modules) if modules else None
 
 
 def settle(modes: Modes, buffers: Buffers | None, told: bool, leaves_out: bool) -> None:

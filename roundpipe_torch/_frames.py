@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import copy_context
 from functools import partial
-from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -50,7 +49,7 @@ from ._outside import Outside, Stale
 from ._ranks import collectives, keeps_graph, recompute_on_arrival, tell_rank
 from ._run import TorchRun, is_inside, is_told
 from ._selective import count_by_line
-from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, reached, replayed
+from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replayed
 from ._torchs import before_hooks, innermost, leave, unseen
 from ._transforms import Batches, batched
 from ._usage import held
@@ -116,12 +115,12 @@ class Frame:
     """One call of a region. What most of them never look at stands in the class."""
 
     _needed: Sequence[int] = ()
-    _modes: Modes | None = None
-    """Of the modules that the call can reach, if there are any."""
-    _buffers: Buffers | None = None
-    """Of these modules, if they have any."""
-    _roots: Sequence[Any] = ()
+    _roots: Sequence[Any]
     """Modules, and tensors that are no arguments, while the forward runs."""
+    _modes: Modes | None
+    """Of the modules that the call can reach, if there are any."""
+    _buffers: Buffers | None
+    """Of these modules, if they have any."""
     outside: Outside | None = None
     _outputs: Any = None
     _crowded = False
@@ -160,11 +159,7 @@ class Frame:
             with _NO_CONTEXT if isinstance(outer, TorchRun) else self._parcel.inputs():
                 self._inputs = Inputs(args, kwargs)
         values = (*args, *kwargs.values())
-        own: tuple[torch.Generator, ...] = ()
-        closures: list[FunctionType] = []
-        roots = reached(function, values, closures)
-        if roots or closures:
-            self._roots, own, self._modes, self._buffers = states_of(roots, closures)
+        self._roots, own, self._modes, self._buffers = states_of(function, values)
         self._generators = Generators(generators_of(function, values), own) if options.preserve_rng_state else None
         self._ambient = Ambient()
         self._context = copy_context()

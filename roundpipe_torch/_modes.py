@@ -12,9 +12,9 @@ recompute does the same again, and so begins with what was there before. Else on
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.jit import ScriptModule
 
 from ._bindings import Bindings
 
-__all__ = ["Modes", "own_generators", "with_children"]
+__all__ = ["Modes", "generators_in", "own_generators", "with_children"]
 
 _ABSENT: Any = object()
 _Attribute = tuple[torch.nn.Module, str, Any]
@@ -45,11 +45,18 @@ def with_children(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
     return found
 
 
-def own_generators(roots: Iterable[Any]) -> tuple[torch.Generator, ...]:
+def own_generators(roots: Collection[Any]) -> tuple[torch.Generator, ...]:
     """Those among what a call can reach, and among the attributes of the modules there."""
-    found = [*roots]
-    modules = Modes(with_children(root for root in found if isinstance(root, torch.nn.Module)), ())
-    return (*modules.generators(), *(root for root in found if isinstance(root, torch.Generator)))
+    modules = with_children(root for root in roots if isinstance(root, torch.nn.Module))
+    return generators_in(roots, [vars(module) for module in modules if _may_have_more(module)])
+
+
+def generators_in(roots: Collection[Any], attributes: Iterable[dict[str, Any]]) -> tuple[torch.Generator, ...]:
+    """Those among `roots` and in the `attributes` of modules, each once."""
+    values = [*roots, *chain.from_iterable(map(dict.values, attributes))]
+    if torch.Generator not in map(type, values):
+        return ()
+    return tuple({id(value): value for value in values if isinstance(value, torch.Generator)}.values())
 
 
 class Modes:
@@ -65,12 +72,9 @@ class Modes:
         self._attributes: list[_Attribute] = []
         self._before: list[tuple[Any, str, Any]] = []  # what is to be put back
 
-    def generators(self) -> tuple[torch.Generator, ...]:
-        """Those that the modules had as attributes when the forward began."""
-        if not self._begun or _Generator not in map(type, _in_each(map(dict.values, map(_attributes_of, self._begun)))):
-            return ()
-        values = _in_each(then.values() for _, then in self._begun)
-        return tuple({id(value): value for value in values if isinstance(value, _Generator)}.values())
+    def attributes(self) -> list[dict[str, Any]]:
+        """What modules had of their own when the forward began, as long as it runs."""
+        return [then for _, then in self._begun]
 
     def settle(self, repeats: bool, moved: Iterable[torch.nn.Module]) -> None:
         """The forward is over.
@@ -134,9 +138,6 @@ class Modes:
         self._bindings.put_back()
 
 
-_Generator = torch.Generator
-_in_each = chain.from_iterable
-_attributes_of: Callable[[tuple[torch.nn.Module, dict[str, Any]]], dict[str, Any]] = itemgetter(1)
 _training: Callable[[torch.nn.Module], bool] = attrgetter("training")
 _trained: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
 
@@ -191,4 +192,4 @@ def _is_data(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         base = value._base
         return base is None or not (base.is_leaf and base.requires_grad)
-    return isinstance(value, _Generator) or (isinstance(value, tuple) and any(map(_is_data, value)))
+    return isinstance(value, torch.Generator) or (isinstance(value, tuple) and any(map(_is_data, value)))

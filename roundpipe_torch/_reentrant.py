@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextvars import copy_context
 from functools import partial
 from itertools import repeat
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -53,7 +52,7 @@ from ._offload import Parcel
 from ._outside import Outside, Stale
 from ._ranks import is_sharded, step_is_over
 from ._run import TorchRun, is_inside, is_told, pack_plainly, unpack_plainly
-from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, modules_of, reached, replayed
+from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, modules_of, replayed
 from ._torchs import leave, unseen
 from ._uncompiled import run_as_it_is
 from ._usage import held
@@ -102,9 +101,8 @@ class _Region:
 
     __slots__ = (
         "__weakref__", "accumulates", "ambient", "buffers", "closed", "context", "crowded", "expected", "function",
-        "generators", "hooked",
-        "idle", "known", "leaves", "located", "modes", "outermost", "output_leaves", "output_spec", "outside", "parcel",
-        "roots", "slot", "spec", "trace", "weights", "wrote",
+        "generators", "hooked", "idle", "known", "leaves", "located", "modes", "outermost", "output_leaves",
+        "output_spec", "outside", "parcel", "roots", "slot", "spec", "trace", "weights", "wrote",
     )  # fmt: skip
 
     def __init__(
@@ -114,15 +112,11 @@ class _Region:
         self.leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else as_now(leaf) for leaf in leaves]
         self.ambient = Ambient()
         self.context = copy_context()
-        self.modes: Modes | None = None
-        self.buffers: Buffers | None = None
+        self.modes: Modes | None
+        self.buffers: Buffers | None
         self.outside: Outside | None = None
-        self.roots: Sequence[Any] = ()  # while the forward runs
-        own: tuple[torch.Generator, ...] = ()
-        closures: list[FunctionType] = []
-        roots = reached(function, leaves, closures)
-        if roots or closures:
-            self.roots, own, self.modes, self.buffers = states_of(roots, closures)
+        self.roots: Sequence[Any]  # while the forward runs
+        self.roots, own, self.modes, self.buffers = states_of(function, leaves)
         self.generators = Generators(generators_of(function, leaves), own) if options.preserve_rng_state else None
         self.parcel = None if options.offload is None else Parcel(options.offload)
         self.crowded: bool
