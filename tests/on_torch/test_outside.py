@@ -153,12 +153,16 @@ def test_an_optimizer_that_steps_in_backward(way) -> None:
     agree(scenario, way)
 
 
+def draw_weights(net: nn.Module) -> None:
+    for n, weight in enumerate(net.parameters()):
+        nn.init.normal_(weight, generator=torch.Generator().manual_seed(n))
+
+
 class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.down, self.norm, self.up = nn.Linear(D, D), nn.BatchNorm1d(D), nn.Linear(D, D)
-        for n, weight in enumerate(self.parameters()):
-            nn.init.normal_(weight, generator=torch.Generator().manual_seed(n))
+        draw_weights(self)
 
     def forward(self, x):
         h = nn.functional.dropout(self.norm(self.down(x)), 0.5, self.training)
@@ -214,8 +218,7 @@ class Routed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.down, self.up = nn.Linear(D, D), nn.Linear(D, D)
-        for n, weight in enumerate(self.parameters()):
-            nn.init.normal_(weight, generator=torch.Generator().manual_seed(n))
+        draw_weights(self)
 
     def forward(self, x):
         (best,) = save_for_recompute(x.detach().argsort(-1)[:, :2])
@@ -301,8 +304,7 @@ class Steered(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.other = nn.Linear(D, D), nn.Linear(D, D)
-        for n, weight in enumerate(self.parameters()):
-            nn.init.normal_(weight, generator=torch.Generator().manual_seed(n))
+        draw_weights(self)
         self._off, self.active, self.names = False, "first", ["first", "other"]
         self.temperature = 0.5
         self.forwards = self.recomputes = 0
