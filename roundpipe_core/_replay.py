@@ -405,7 +405,7 @@ class TapedSlot(Slot):
         chosen_by_user = isinstance(label, str) and not isinstance(label, AutoLabel)
         name = label if chosen_by_user else portable(label_of(label))
         alike = self.children.get((scope, name))
-        if alike is None and self._names_all:
+        if alike is None and (self.region.complete or not self.sequence):
             return TapedSlot(Region(name, given=chosen_by_user, scope=scope), self.tape)
         which = (scope, name) if alike else (scope,)
         chosen = taken.first_left(which, alike or self._in(scope))
@@ -415,11 +415,6 @@ class TapedSlot(Slot):
             raise self._other_label(name, chosen.label)
         taken.add(chosen)
         return chosen
-
-    @property
-    def _names_all(self) -> bool:
-        """Whether a layer that this does not name has nothing in it."""
-        return self.region.given and self.region.label == OUTSIDE
 
     def _in(self, scope: Scope) -> list[Slot]:
         """The regions of a scope, in the order they ran."""
@@ -456,17 +451,23 @@ class TapedSlot(Slot):
     def _missing(self, scope: Scope, name: str) -> TapeError:
         held = [slot.label for slot in self._in(scope)]
         holds = f"{len(held)}: {', '.join(map(repr, held[:6]))}" if held else "nothing"
-        made = any(origin_of(leaf) == "routing" for _, _, decision in self.tape.decisions() for leaf in decision.leaves)
         return TapeError(
             message(
                 f"the tape has no decisions left for layer {name!r}.",
                 [("inside", repr(self.label)), ("it holds", holds)],
                 "replay it with the model it was recorded from, and one forward for one"
                 + (
-                    "; if some checkpointed layers do not route, from_routing has to be given layers=." if made else "."
+                    "; if some checkpointed layers do not route, from_routing has to be given layers=."
+                    if self._is_made
+                    else "."
                 ),
             )
         )
+
+    @property
+    def _is_made(self) -> bool:
+        """Whether the tape is of `Tape.from_routing`."""
+        return any(origin_of(leaf) == "routing" for _, _, decision in self.tape.decisions() for leaf in decision.leaves)
 
     def _other_label(self, name: str, held: str) -> TapeError:
         return TapeError(
@@ -485,9 +486,12 @@ class TapedSlot(Slot):
                 [("asked for at", where(place)), *held[:8]],
                 "save under the same names and scopes in the model that is recorded and the one that replays"
                 + (
-                    "; routing is under the name= that from_routing was given."
+                    "."
+                    if not self._is_made
+                    else "; routing is under the name= that from_routing was given."
                     if held
-                    else "; of a layer that from_routing shall give its routing, give the label in layers=."
+                    else "; from_routing has none for a layer inside of another checkpointed one, and for those "
+                    "outside by their order or by the labels in layers=."
                 ),
             )
         )

@@ -60,7 +60,8 @@ def from_routing(
         whole, lead = _padded(whole, lead, shape, flags, _fill(padding, experts, math.prod(tail)))
     refuse_outside(whole, lead, experts, dtype, flags.count(1))
     whole = _narrowed(whole, experts)
-    root = Region(OUTSIDE, given=regions and layers is not None)
+    root = Region(OUTSIDE, given=False)
+    root.complete = regions and layers is not None
     for n, array in enumerate(_by_layer(whole, lead, tail)):
         decision = Decision(((), name), *_data(array, name), None, experts)
         decision.checked = True

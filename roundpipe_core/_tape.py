@@ -58,16 +58,13 @@ class Decision:
 
 
 class Region:
-    """One call of a checkpointed layer.
+    """One call of a checkpointed layer. `given` tells whether the user chose its label."""
 
-    `given` tells whether the user chose its label; of the outermost, whether they named the layers that decide, so
-    that others have nothing in it.
-    """
-
-    __slots__ = ("decisions", "given", "label", "regions", "rows", "scope")
+    __slots__ = ("complete", "decisions", "given", "label", "regions", "rows", "scope")
 
     def __init__(self, label: str, *, given: bool, scope: Scope = (), rows: frozenset[int] = frozenset()) -> None:
         self.label, self.given, self.scope, self.rows = label, given, scope, rows
+        self.complete = False  # of the outermost: layers of labels that it does not have decide nothing
         self.decisions: list[Decision] = []
         self.regions: list[Region] = []
 
@@ -410,6 +407,7 @@ def _taken(leaf: Any, arrays: list[Any], which: Callable[[Any], bool]) -> Any:
 
 def _mapped(region: Region, change: Callable[[Any], Any], checked: bool = False) -> Region:
     new = Region(region.label, given=region.given, scope=region.scope, rows=region.rows)
+    new.complete = region.complete
     for old in region.decisions:
         decision = Decision(old.key, old.spec, [change(leaf) for leaf in old.leaves], old.place, old.below)
         decision.counts, decision.axes, decision.checked = old.counts, old.axes, old.checked and checked
@@ -422,6 +420,7 @@ def _summary(region: Region) -> Any:
     return [
         region.label,
         region.given,
+        region.complete,
         region.scope,
         sorted(region.rows),
         [

@@ -214,7 +214,7 @@ def _region(region: Region, path: tuple[str, ...], arrays: list[_Stored], depth:
         before = decision.counts
     return {
         "label": region.label,
-        "given": region.given,
+        "given": region.given if depth else region.complete,
         "scope": region.scope,
         "rows": sorted(region.rows),
         "decisions": decisions,
@@ -439,7 +439,9 @@ def _read_region(data: Any, reader: Reader, depth: int) -> Region:
     data = _fields(data, "a layer", label=str, given=bool, scope=list, rows=list, decisions=list, regions=list)
     if not all(type(n) is int and n >= 0 for n in data["rows"]):
         raise FaultError("a layer with rows that are none")
-    region = Region(data["label"], given=data["given"], scope=_scope(data), rows=frozenset(data["rows"]))
+    given = data["given"]
+    region = Region(data["label"], given=given and depth > 0, scope=_scope(data), rows=frozenset(data["rows"]))
+    region.complete = given and depth == 0
     met: dict[Any, int] = {}
     for entry in data["decisions"]:
         decision = _read_decision(entry, met, reader)

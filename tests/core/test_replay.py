@@ -619,8 +619,7 @@ def test_what_a_tape_has_too_little_of_is_listed() -> None:
     assert held == [f"  the tape has: slot '{n}'" for n in range(8)]
     assert (
         way_out
-        == "  way out: save under the same names and scopes in the model that is recorded and the one that replays; "
-        "routing is under the name= that from_routing was given."
+        == "  way out: save under the same names and scopes in the model that is recorded and the one that replays."
     )
 
 

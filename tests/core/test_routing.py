@@ -193,6 +193,57 @@ def test_who_names_no_layers_is_told_to_where_some_do_not_route() -> None:
         layer("moe", lambda: None)
 
 
+@pytest.mark.parametrize("layers", [None, ["moe 0", "moe 1"]])
+@pytest.mark.parametrize("file", [False, True])
+def test_layers_in_layers_that_route_or_do_not(layers: list[str] | None, file: bool, tmp_path: Path) -> None:
+    """Attention that is checkpointed by itself decides nothing. What routes in there cannot have its routing."""
+    given_TLK = routing(layers=2)
+    tape = Tape.from_routing(given_TLK, experts=8, layers=layers, name="experts")
+    if file:
+        tape.save(tmp_path / "a.tape")
+        tape = Tape.load(tmp_path / "a.tape")
+
+    def decide() -> Any:
+        return save_for_recompute(np.zeros((5, 2), "int64"), name="experts")[0]
+
+    def block() -> Any:
+        layer("attention", lambda: layer("softmax", lambda: None))
+        return decide()
+
+    with replay(tape):
+        if layers:
+            layer("dense", lambda: layer("attention", lambda: None))
+        for n in range(2):
+            assert np.array_equal(layer(f"moe {n}", block), given_TLK[:, n])
+    with pytest.raises(TapeError) as caught, replay(tape):
+        layer("moe 0", lambda: layer("inner", decide))
+    headline, place, way_out = str(caught.value).splitlines()
+    assert headline == "the tape has nothing for layer 'inner', slot 'experts'."
+    assert place.startswith(f"  asked for at: {__file__}:")
+    assert way_out == (
+        "  way out: save under the same names and scopes in the model that is recorded and the one that replays; "
+        "from_routing has none for a layer inside of another checkpointed one, and for those outside by their order "
+        "or by the labels in layers=."
+    )
+
+
+def test_checkpointed_layers_beside_those_that_route_without() -> None:
+    given_TLK = routing(layers=1)
+    with replay(Tape.from_routing(given_TLK, experts=8, regions=False)):
+        layer("attention", lambda: None)
+        assert np.array_equal(save_for_recompute(np.zeros((5, 2), "int64"))[0], given_TLK[:, 0])
+
+
+def test_a_label_that_says_outside_is_one_like_another() -> None:
+    tape = Tape.from_routing(routing(layers=2), experts=8, layers=["a", "b"])
+    with record() as recorded:
+        layer("outside of layers", lambda: [layer(name, lambda: save_for_recompute(1)) for name in "ab"])
+    assert tape.root.complete
+    assert not recorded.root.complete
+    with pytest.raises(TapeError, match="layer 'c' runs where the tape has layer 'a'"), replay(recorded):
+        layer("outside of layers", lambda: layer("c", lambda: None))
+
+
 @pytest.mark.parametrize("name", [None, "experts"])
 @pytest.mark.parametrize("layers", [None, ["one", "two"]])
 def test_layers_that_are_not_checkpointed(name: str | None, layers: list[str] | None) -> None:
