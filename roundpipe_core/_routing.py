@@ -47,11 +47,13 @@ def from_routing(
     lengths, whole = _tokens(routing)
     dtype = whole.dtype
     lead, count_L, tail = _axes(whole, lengths)
-    if layers is not None and len(layers) != count_L:
-        raise wrong(f"{count_L} layers, and {len(layers)} labels", "label each layer that routes, and no other.")
     if _bounds(whole.dtype)[1] < experts - 1:
         whole = _cast(whole, _holding(-1, experts - 1))  # padding may go to any of them
     shape, flags = (lead, b"\1" * math.prod(lead)) if mask is None else _flags(mask)
+    if lengths is not None and not tail and not (len(shape) == 2 and shape[0] == len(lengths)):
+        _refuse_one_a_layer(lengths, count_L)
+    if layers is not None and len(layers) != count_L:
+        raise wrong(f"{count_L} layers, and {len(layers)} labels", "label each layer that routes, and no other.")
     _refuse_other_tokens(lead, lengths, shape, flags)
     aligned = math.prod(lead) == len(flags)
     real = [n for n, flag in enumerate(flags) if flag] if aligned else range(math.prod(lead))
@@ -117,6 +119,16 @@ def _tokens(routing: Any) -> tuple[list[int] | None, HostArray]:
         lengths = [part.shape[0] for part in parts]
         return lengths, HostArray(dtype, (sum(lengths), *parts[0].shape[1:]), memoryview(data), ORIGIN)
     return None, _integers(routing)
+
+
+def _refuse_one_a_layer(lengths: list[int], width: int) -> None:
+    """Refuse arrays that may be `[tokens, top_k]` as well as `[tokens, layers]`, where no mask tells."""
+    if len(set(lengths)) == 1:
+        raise wrong(
+            f"{len(lengths)} arrays of the shape {[lengths[0], width]}, which may be one a layer or one a sequence",
+            "stack those of layers, numpy.stack(routing, 1); join those of sequences whose layers make one choice, "
+            "numpy.concatenate(routing), or give the mask of the batch, with a row for each.",
+        )
 
 
 def _refuse_other_parts(routing: Sequence[Any]) -> None:

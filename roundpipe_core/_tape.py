@@ -280,7 +280,7 @@ class Tape:
         Args:
             routing: integers ``[tokens, layers, top_k]``, ``[batch, length, layers, top_k]``, or ``[tokens, layers]``
                 for layers whose decision has no axis of choices: an array of any framework, or lists. A list of arrays
-                is one a sequence; they are joined.
+                is one a sequence; they are joined. Stack those of layers, ``numpy.stack(arrays, 1)``.
             experts: how many there are. Every index has to be from 0 to `experts` - 1.
             layers: the labels of the checkpointed layers that route, as `entries` of a recorded run shows them; others
                 decide nothing. None: the layers are found by their order, and each checkpointed layer routes.

@@ -357,6 +357,10 @@ DECODED = (
     "top_k); the engine says which type it has."
 )
 NO_EXPERTS = "leave out layers that have no experts, as in routing[:, 1:]; of others, ask the engine for their routing."
+ONE_A_LAYER = (
+    "stack those of layers, numpy.stack(routing, 1); join those of sequences whose layers make one choice, "
+    "numpy.concatenate(routing), or give the mask of the batch, with a row for each."
+)
 LAST = (
     "an engine has no routing for the last token that it generated, which no layer of its has seen: leave that token "
     "out of the mask, and out of the loss."
@@ -581,6 +585,21 @@ WRONG = {
         "nothing but expert 255 as choice 7 of every token, in every layer: -1 in uint8",
         FEWER,
     ),
+    "one array a layer": (
+        {"routing": list(routing().swapaxes(0, 1)), "layers": ["a", "b", "c"]},
+        "3 arrays of the shape [5, 2], which may be one a layer or one a sequence",
+        ONE_A_LAYER,
+    ),
+    "one array a layer, as many as choices": (
+        {"routing": list(routing(layers=2).swapaxes(0, 1))},
+        "2 arrays of the shape [5, 2], which may be one a layer or one a sequence",
+        ONE_A_LAYER,
+    ),
+    "one array a layer, of a batch": (
+        {"routing": list(routing(4).swapaxes(0, 1)), "mask": [[1, 1, 1], [1, 0, 0]], "padding": 0},
+        "3 arrays of the shape [4, 2], which may be one a layer or one a sequence",
+        ONE_A_LAYER,
+    ),
     "sequences of other layers": (
         {"routing": [routing(2), routing(2, 4)]},
         "sequences of shapes [2, 3, 2], [2, 4, 2]",
@@ -628,6 +647,15 @@ def test_zeros_that_may_be_a_choice_are_taken() -> None:
     assert Tape.from_routing(without_record(1)[:, :1], experts=8).entries()
     few_TLK = without_record(1) % 3  # which a draw has in one of 150
     assert Tape.from_routing(few_TLK, experts=3).entries()
+
+
+def test_sequences_of_one_choice() -> None:
+    one, two = routing(3)[..., 0], routing(3)[::-1, :, 0]
+    for mask in ([[1, 1, 1], [1, 1, 1]], [[1, 1, 1, 0], [0, 1, 1, 1]]):
+        array = np.stack(held(Tape.from_routing([one, two], experts=8, mask=mask, padding=0)), -1)
+        assert np.array_equal(array[np.array(mask) == 1], np.concatenate([one, two]))
+    for sequences in ([one, two[:2]], np.concatenate([one, two])):
+        assert Tape.from_routing(sequences, experts=8).entries()
 
 
 def test_sequences_that_the_engine_padded_to_the_width_of_the_batch() -> None:
