@@ -178,17 +178,26 @@ def _flattened(values: Any, flat: list[int]) -> tuple[int, ...]:
         flat.append(int(values))
         return ()
     if not isinstance(values, (list, tuple)):
-        raise wrong(
-            f"{type(values).__name__} among its numbers",
-            "decode the text and give it a shape, as in numpy.frombuffer(base64.b64decode(text), 'int32').reshape(-1, "
-            "layers, top_k); the engine says which type it has."
-            if isinstance(values, (str, bytes, bytearray, memoryview))
-            else "give an array of integers, or lists of integers.",
-        )
+        raise wrong(f"{type(values).__name__} among its numbers", _way_out_of(values))
     shapes = {_flattened(value, flat) for value in values}
     if len(shapes) > 1:
         raise wrong("lists of several lengths", "give a list of arrays, one a sequence, with the mask of the batch.")
     return (len(values), *next(iter(shapes), ()))
+
+
+def _way_out_of(value: Any) -> str:
+    """What to give in place of `value`, which is no array here."""
+    if isinstance(value, (str, bytes, bytearray, memoryview)):
+        return (
+            "decode the text and give it a shape, as in numpy.frombuffer(base64.b64decode(text), 'int32').reshape(-1, "
+            "layers, top_k); the engine says which type it has."
+        )
+    home = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}.get(type(value).__module__.partition(".")[0])
+    if home is not None and backend_of(value) is None:
+        return (
+            f"import roundpipe_{home}, which reads the arrays of {home}, or give what .numpy() or numpy.asarray makes."
+        )
+    return "give an array of integers, or lists of integers."
 
 
 def _axes(whole: HostArray, lengths: list[int] | None) -> tuple[tuple[int, ...], int, tuple[int, ...]]:

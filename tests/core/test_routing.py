@@ -778,6 +778,21 @@ def test_the_way_back_refuses_layers_of_several_shapes_and_narrow_dtypes() -> No
     ]
 
 
+def test_arrays_of_a_framework_whose_frontend_is_not_imported_are_told() -> None:
+    program = (
+        "import torch\n"
+        "from roundpipe_core import Tape\n"
+        "for routing in (torch.zeros(1, 1, 2, dtype=torch.int64), [torch.zeros(1, 1, 2, dtype=torch.int64)]):\n"
+        "    try:\n"
+        "        Tape.from_routing(routing, experts=4)\n"
+        "    except Exception as error:\n"
+        "        print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.count("the routing has Tensor among its numbers.") == 2
+    assert done.stdout.count("way out: import roundpipe_torch, which reads the arrays of torch, or give what") == 2
+
+
 def test_lists_need_no_numpy() -> None:
     lines = [
         "import sys",
