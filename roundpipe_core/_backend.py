@@ -138,7 +138,7 @@ class Frontend(Backend, Protocol):
     ) -> tuple[Any, Any, Any]:
         """Loss, outputs and gradient along `weights` of `function(weights, *inputs)`, replaying `tape` if it is one.
 
-        `function` gives the loss, or the loss and outputs. The gradient has the structure of `weights`.
+        `function` gives the loss and outputs. The gradient has the structure of `weights`.
         """
 
 

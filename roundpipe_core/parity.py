@@ -11,7 +11,8 @@ from numbers import Number
 from typing import Any, NamedTuple
 
 from ._backend import Frontend, backend_of, expand, frontend, origin_of
-from ._errors import OptionError, ParityError, message
+from ._errors import OptionError, ParityError, called_here, message
+from ._host import kind_of
 from ._replay import record
 from ._report import text_table
 from ._tape import Tape, described
@@ -170,6 +171,15 @@ def compare(
         rtol: see `check`.
         limits: see `check`.
     """
+    unknown = (limits or {}).keys() - one.keys() - two.keys()
+    if unknown:
+        raise OptionError(
+            message(
+                f"limits= has {', '.join(map(repr, sorted(unknown)))}, which is no row of the comparison.",
+                [("rows", ", ".join(map(repr, {**one, **two}))), *called_here()],
+                "name rows as the table does.",
+            )
+        )
     rows = []
     for name in {**one, **two}:
         a, b = one.get(name), two.get(name)
@@ -197,7 +207,7 @@ def _of_numbers(*sides: Any) -> float:
     if not all(isinstance(value, Number) for value in (one, two)):
         return float("inf")
     try:
-        return float(abs(one - two) / (abs(one) or 1))
+        return 0.0 if one == two else float(abs(one - two) / (abs(one) or 1))
     except (OverflowError, TypeError):  # beyond all floats; of kinds that Python does not subtract
         return float("inf")
 
@@ -238,11 +248,31 @@ def _from_here_on(weight: Any) -> Any:
     return weight.detach() if getattr(weight, "requires_grad", False) else weight
 
 
+def _giving_a_loss(backend: Frontend, function: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    def called(*arguments: Any) -> tuple[Any, Any]:
+        result = function(*arguments)
+        loss, outputs = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+        dtype, shape = described(loss)
+        if backend_of(loss) is backend and kind_of(dtype) == "float" and not shape:
+            return loss, outputs
+        raise OptionError(
+            message(
+                f"parity: the function of {backend.name} gives {dtype}{list(shape) if backend_of(loss) else ''} as its "
+                "loss.",
+                called_here(),
+                f"give a floating array of {backend.name} without axes, or a tuple of it and the outputs.",
+            )
+        )
+
+    return called
+
+
 def _run(
     backend: Frontend, function: Callable[..., Any], weights: Any, inputs: Sequence[Any], tape: Tape | None
 ) -> dict[str, Any]:
     own = _converted(backend, weights, _from_here_on)
-    loss, outputs, gradients = backend.value_and_gradient(function, own, _converted(backend, list(inputs)), tape)
+    given = _converted(backend, list(inputs))
+    loss, outputs, gradients = backend.value_and_gradient(_giving_a_loss(backend, function), own, given, tape)
     rows = {"loss": loss}
     for title, tree in (("output", outputs), ("gradient of", gradients)):
         leaves: list[Any] = []

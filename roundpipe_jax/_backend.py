@@ -85,7 +85,8 @@ class JaxArrays:
         a, b = as_numpy(one), as_numpy(two)
         wide = np.complex128 if np.iscomplexobj(a) or np.iscomplexobj(b) else np.float64
         a, b = a.astype(wide).reshape(-1), b.astype(wide).reshape(-1)
-        return float(np.linalg.norm(a - b)) / (float(np.linalg.norm(a)) or 1.0)
+        gap = np.subtract(a, b, out=np.zeros_like(a), where=a != b)  # equal infinities are no distance
+        return float(np.linalg.norm(gap)) / (float(np.linalg.norm(a[np.isfinite(a)])) or 1.0)
 
     def value_and_gradient(
         self, function: Callable[..., Any], weights: Any, inputs: Sequence[Any], tape: Tape | None
@@ -96,8 +97,8 @@ class JaxArrays:
         def loss_of(chosen: list[Any]) -> tuple[Any, Any]:
             given = iter(chosen)
             own = [next(given) if flag else leaf for leaf, flag in zip(leaves, trained, strict=True)]
-            result = function(jax.tree.unflatten(tree, own), *inputs)
-            return result if isinstance(result, tuple) else (result, None)
+            loss, outputs = function(jax.tree.unflatten(tree, own), *inputs)
+            return loss, outputs
 
         chosen = [leaf for leaf, flag in zip(leaves, trained, strict=True) if flag]
         with replay(tape) if tape is not None else contextlib.nullcontext():

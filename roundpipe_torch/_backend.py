@@ -125,8 +125,8 @@ class TorchBackend:
     def distance(self, one: torch.Tensor, two: torch.Tensor) -> float:
         wide = torch.complex128 if one.is_complex() or two.is_complex() else torch.float64
         a, b = one.detach().cpu().to(wide), two.detach().cpu().to(wide)
-        norm = float(torch.linalg.vector_norm(a))
-        return float(torch.linalg.vector_norm(a - b)) / (norm or 1.0)
+        gap = torch.where(a == b, 0, a - b)  # equal infinities are no distance
+        return float(torch.linalg.vector_norm(gap)) / (float(torch.linalg.vector_norm(a[a.isfinite()])) or 1.0)
 
     def value_and_gradient(
         self, function: Callable[..., Any], weights: Any, inputs: Sequence[Any], tape: Tape | None
@@ -138,9 +138,9 @@ class TorchBackend:
         for leaf in trained:
             leaf.requires_grad_()
         with torch.enable_grad(), replay(tape) if tape is not None else contextlib.nullcontext():
-            result = function(unflatten(spec, iter(leaves)), *inputs)
-        loss, outputs = result if isinstance(result, tuple) else (result, None)
-        loss.backward()
+            loss, outputs = function(unflatten(spec, iter(leaves)), *inputs)
+        if loss.requires_grad:  # or all gradients are zero
+            loss.backward()
         gradients = iter([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in trained])
         known = {id(leaf) for leaf in trained}
         tree = unflatten(spec, (next(gradients) if id(leaf) in known else None for leaf in leaves))

@@ -256,6 +256,48 @@ def test_what_jax_cannot_hold_is_compared_in_torch() -> None:
         assert row.distance == (np.inf if isinstance(two, list) else pytest.approx(1e-12 / np.sqrt(2), rel=1e-3))
 
 
+def test_equal_infinities_are_no_distance() -> None:
+    """Scores that a mask has put to minus infinity."""
+    for one, two in itertools.product([torch.tensor, jnp.asarray, np.array], repeat=2):
+        row = {"masked": [3.0, -np.inf, 4.0], "otherwise": [3.0, -np.inf], "nan": [np.nan, -np.inf]}
+        there = {"masked": [3.0, -np.inf, 3.0], "otherwise": [-np.inf, 3.0], "nan": [np.nan, -np.inf]}
+        rows = parity.compare({k: one(v) for k, v in row.items()}, {k: two(v) for k, v in there.items()}).rows
+        assert [row.distance for row in rows[:2]] == [0.2, np.inf]
+        assert np.isnan(rows[2].distance)
+    assert parity.compare({"loss": -np.inf}, {"loss": -np.inf}).close
+
+
+def test_a_limit_for_no_row_is_told() -> None:
+    with pytest.raises(OptionError, match=r"limits= has 'los', which is no row(?s:.)*rows: 'loss', 'y'\n"):
+        parity.compare({"loss": 1.0}, {"loss": 1.0, "y": 2.0}, limits={"los": 0.0, "y": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (lambda x: x, r"float32\[3\]"),
+        (lambda x: [x.sum(), x], "list"),
+        (lambda x: (x.sum(), x, x), "tuple"),
+        (lambda x: None, "NoneType"),
+        (lambda x: 3.0, "float"),
+        (lambda x: x.sum() > 0, r"bool\[\]"),
+    ],
+)
+@pytest.mark.parametrize("frameworks", [("torch", "jax"), ("jax", "torch")])
+def test_what_is_no_loss_is_told(frameworks: tuple[str, str], result: Any, said: str) -> None:
+    for functions in (result, lambda x: x.sum()), (lambda x: x.sum(), result):
+        first, second = (lambda w, x, f=f: f(w["a"]) for f in functions)
+        with pytest.raises(OptionError, match=rf"the function of (torch|jax) gives {said} as its loss\."):
+            parity.check(first, second, {"a": np.ones(3, "float32")}, [None], frameworks=frameworks)
+
+
+def test_a_loss_without_gradient_has_a_gradient_of_zeros() -> None:
+    check = parity.check(
+        lambda w, x: torch.tensor(1.0), lambda w, x: jnp.asarray(1.0) + w["a"].sum(), {"a": np.ones(3, "float32")}, [0]
+    )
+    assert [(row.name, row.distance) for row in check.rows] == [("loss", 3.0), ("gradient of ['a']", np.sqrt(3))]
+
+
 def test_parameters_of_a_model_are_weights() -> None:
     model = torch.nn.Linear(3, 2)
 
