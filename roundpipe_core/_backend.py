@@ -170,7 +170,12 @@ class _NumpyArrays:
         rows = len(stored) if stored.ndim else 1
         if stored.shape != array.shape or stored.dtype != array.dtype:
             return rows, rows, 0
+        masked = sys.modules["numpy"].ma
+        hidden, hides = masked.getmask(stored), masked.getmask(array)
+        stored, array = masked.getdata(stored), masked.getdata(array)
         differs = (stored != array) & ~((stored != stored) & (array != array))
+        if (hidden is not masked.nomask or hides is not masked.nomask) and stored.dtype.names is None:
+            differs = differs & ~hidden | (hidden != hides)
         flags = [bool(row.any()) for row in differs] if stored.ndim else [bool(differs)]
         return (sum(flags), rows, flags.index(True)) if any(flags) else None
 

@@ -130,6 +130,26 @@ def test_floats_of_a_byte(dtype: str, one: tuple[int, ...], other: tuple[int, ..
     assert diff(tape(ours), tape(theirs))[0].flipped_rows == flipped
 
 
+def test_masks_of_arrays_are_compared_and_what_they_hide_is_not() -> None:
+    def tape(values: Any, mask: Any) -> Tape:
+        with record() as made:
+            save_for_recompute(np.ma.masked_array(values, mask))
+        return made
+
+    one = tape([1.0, 2.0, 3.0], [False, True, False])
+    assert not diff(one, tape([1.0, 9.0, 3.0], [False, True, False]))
+    assert diff(one, tape([1.0, 2.0, 3.0], [False, False, False]))
+    assert diff(one, tape([1.0, 2.0, 3.0], [False, True, True]))
+    assert diff(one, tape([0.0, 2.0, 3.0], [False, True, False]))
+    assert not diff(tape(1.0, True), tape(2.0, True))
+    assert diff(tape(1.0, True), tape(1.0, False))
+    records = np.zeros(2, "i4,f4")
+    assert not diff(tape(records, False), tape(records, False))
+    with record() as plain:
+        save_for_recompute(records)
+    assert not diff(plain, plain)
+
+
 def test_plain_values() -> None:
     found = diff(tape((1, "a", math.nan, None, True)), tape((1, "b", math.nan, None, 1)))
 
