@@ -42,6 +42,7 @@ from ._checkpoint import checkpoint, checkpoint_sequential
 from ._contexts import recompute_contexts
 from ._errors import CheckpointMismatchError, CompileError
 from ._exchange import exchange, from_dlpack
+from ._functions import let_functions_read_weights_back
 from ._modules import remat
 from ._offload import Offload
 from ._transforms import let_transforms_lift_hooks
@@ -93,6 +94,7 @@ __all__ = [
 ]
 
 let_transforms_lift_hooks()
+let_functions_read_weights_back()
 run_uncompiled("roundpipe_core", "roundpipe_torch")
 run_others_uncompiled("jax")  # if it is imported already
 frontend_listeners.append(run_others_uncompiled)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from roundpipe_torch import remat
-from tests.on_torch.oracle import leaf
+from tests.on_torch.oracle import ENGINES, agree, leaf
 from tests.on_torch.test_wrappers import D, Layer, Net, layers_of
 
 T, STEPS = 5, 6
@@ -139,3 +139,55 @@ def test_accelerate_mixed_precision(accelerate):
         want, got = run(plain), run(wrapped)
         assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
         assert phases(wrapped) == {(False, True)}
+
+
+# Megatron
+
+
+class Fused(torch.autograd.Function):
+    """Adds the gradient of its weight to `main_grad` itself, and says so on the weight."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        weight.main_grad += grad.t() @ x
+        weight.grad_added_to_main_grad = True
+        return grad @ weight, torch.full_like(weight, torch.nan)  # for the hooks of the weight
+
+
+class FusedLinear(torch.nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        self.weight = torch.nn.Parameter(leaf(D, D, seed=seed).detach())
+        self.weight.main_grad = torch.zeros(D, D)
+        self.weight.grad_added_to_main_grad = False
+        self.weight.register_post_accumulate_grad_hook(self.reduce)
+
+    @staticmethod
+    def reduce(weight):
+        if not weight.grad_added_to_main_grad:
+            weight.main_grad += weight.grad
+        weight.grad, weight.grad_added_to_main_grad = None, False
+
+    def forward(self, x):
+        return torch.tanh(Fused.apply(x, self.weight))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("way", ENGINES)
+def test_gradients_that_a_function_adds_to_its_weight(nested, way):
+    def scenario(way):
+        first, second = FusedLinear(1), FusedLinear(2)
+        both = torch.nn.Sequential(first, second, first)
+        x = leaf(T, D)
+        for layer in (lambda x: way(both, x),) if nested else both:
+            x = way(layer, x)
+        x.square().sum().backward()
+        return [layer.weight.main_grad for layer in (first, second)]
+
+    agree(scenario, way)
