@@ -152,12 +152,13 @@ class Frame:
         self.slot = slot
         outer = thread.run
         self._parcel = None if options.offload is None else Parcel(options.offload)
+        self._replaced = self._parcel is not None or innermost(False) is not None
         self._inputs: Inputs | Retaining
         if self._parcel is None:
-            self._inputs = Inputs(args, kwargs)
+            self._inputs = Inputs(args, kwargs, self._replaced)
         else:
             with _NO_CONTEXT if isinstance(outer, TorchRun) else self._parcel.inputs():
-                self._inputs = Inputs(args, kwargs)
+                self._inputs = Inputs(args, kwargs, True)
         values = (*args, *kwargs.values())
         self._roots, own, self._modes, self._buffers = states_of(function, values)
         self._generators = Generators(generators_of(function, values), own) if options.preserve_rng_state else None
@@ -220,7 +221,7 @@ class Frame:
             self.runs_out = cheap_tail(self._function, outputs, self.trace.number(stop_at))
         if not self._verified and phase is FORWARD:
             self._outputs = Audit.copy(outputs)
-        if self._parcel is not None or innermost(False) is not None:  # the recompute gets others in their place
+        if self._replaced:  # the recompute gets others in the place of its arguments
             self._inputs = Retaining.among(self._inputs, args, kwargs)
         self.returned = True
         if outermost:

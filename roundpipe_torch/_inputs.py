@@ -23,7 +23,7 @@ from roundpipe_core._slots import Slot
 from roundpipe_core._trees import LEAF, Spec, flatten, unflatten
 
 from ._errors import given_once, input_changed
-from ._views import PLAIN
+from ._views import PLAIN, Dress, dress_of, dressed
 
 __all__ = [
     "Inputs",
@@ -162,16 +162,20 @@ class Inputs:
     around the region see them, and an outer region does not keep them alive.
     """
 
-    __slots__ = ("_kept", "_names", "_plain", "_positional", "_specs", "_trained")
+    __slots__ = ("_dresses", "_kept", "_names", "_plain", "_positional", "_specs", "_trained")
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], hooked: bool) -> None:
+        """`hooked`: hooks for saved tensors are around, so that others will come in the place of these."""
         self._specs: tuple[Spec, ...] | None = None
+        self._dresses: list[Dress | None] | None = None
         self._names, self._positional = tuple(kwargs), len(args)
         leaves: Sequence[Any] = (*args, *kwargs.values())
         self._plain = PLAIN.issuperset(map(type, leaves))  # no containers, and no tensors that hold others
         if self._plain:
             self._kept = [*map(save_tensor, leaves, repeat(False))]
             self._trained = [*map(_trained, leaves)]
+            if hooked:
+                self._dresses = [*map(dress_of, leaves)]
             return
         opened: list[Any] = []
         specs = tuple(flatten(value, opened) for value in leaves)
@@ -179,6 +183,8 @@ class Inputs:
             self._specs = specs
         self._kept = [save_tensor(leaf, False) if isinstance(leaf, torch.Tensor) else as_now(leaf) for leaf in opened]
         self._trained = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in opened]
+        if hooked:
+            self._dresses = [dress_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in opened]
 
     def restore(self) -> tuple[list[Any], dict[str, Any]]:
         """The arguments, in new containers."""
@@ -191,6 +197,8 @@ class Inputs:
                 _with_gradient(leaf.unpack(), trained) if isinstance(leaf, SavedTensor) else as_it_was(leaf)
                 for leaf, trained in zip(self._kept, self._trained, strict=True)
             ]
+        if self._dresses is not None:
+            leaves = [*map(dressed, leaves, self._dresses)]
         if self._specs is not None:
             rest = iter(leaves)
             leaves = [unflatten(spec, rest) for spec in self._specs]

@@ -56,7 +56,7 @@ from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, module
 from ._torchs import leave, unseen
 from ._uncompiled import run_as_it_is
 from ._usage import held
-from ._views import version_of
+from ._views import Dress, dress_of, dressed, version_of
 
 __all__ = ["reentrant"]
 
@@ -100,8 +100,8 @@ class _Region:
     """What both directions need, but for the tensors, which autograd keeps."""
 
     __slots__ = (
-        "__weakref__", "accumulates", "ambient", "buffers", "closed", "context", "crowded", "expected", "function",
-        "generators", "hooked", "idle", "known", "leaves", "located", "modes", "outermost", "output_leaves",
+        "__weakref__", "accumulates", "ambient", "buffers", "closed", "context", "crowded", "dresses", "expected",
+        "function", "generators", "hooked", "idle", "known", "leaves", "located", "modes", "outermost", "output_leaves",
         "output_spec", "outside", "parcel", "roots", "slot", "spec", "trace", "weights", "wrote",
     )  # fmt: skip
 
@@ -120,6 +120,7 @@ class _Region:
         self.generators = Generators(generators_of(function, leaves), own) if options.preserve_rng_state else None
         self.parcel = None if options.offload is None else Parcel(options.offload)
         self.crowded: bool
+        self.dresses: list[Dress | None]  # of the arguments
         self.hooked: list[Hooked] = []  # tensors from before it that the forward has put hooks on
         self.located = is_told(thread.run)
         self.outermost: bool  # of the regions of this engine
@@ -144,7 +145,7 @@ class _Region:
         With a graph, so that a saved value's gradient shows (R5), but one that keeps nothing.
         """
         visit, mark, begun = Visit() if self.generators else None, now(), node_count()
-        versions = [*map(version_of, tensors)]
+        versions, self.dresses = [*map(version_of, tensors)], [*map(dress_of, tensors)]
         ends = [(tensor.grad_fn, tensor.output_nr) for tensor in tensors]
         try:
             run = TorchRun(phase, self.slot, self.trace, self.generators, thread.run)
@@ -203,7 +204,7 @@ class _Region:
         self.known = [weakref.ref(leaf) for leaf in behind or ()]
         self.closed = [weakref.ref(leaf) for leaf in behind or () if id(leaf) not in own]
         with torch.no_grad():
-            given = [(output.detach(), output.requires_grad) for output in outputs]
+            given = [(_like(output), output.requires_grad) for output in outputs]
         if behind is not None and self.trace.told_at < 0:  # else the recompute may need more
             known = {id(leaf) for leaf in behind}
             self.idle = [
@@ -318,6 +319,7 @@ class _Region:
         if self.slot.rows is None:  # else it may be on a tape
             self.slot.let_go()
         del self.function, self.leaves, self.buffers, self.modes
+        self.dresses = []
 
     def _rebuilt(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, in new containers."""
@@ -380,8 +382,8 @@ class _Reentrant(torch.autograd.Function):
         if region.parcel is not None:
             region.parcel.arrive()
         idle = region.idle or repeat(False)
-        given = zip(region.arguments(ctx), idle, strict=False)
-        tensors = tuple(t.detach().requires_grad_(t.requires_grad or idles) for t, idles in given)
+        given = zip(region.arguments(ctx), idle, region.dresses, strict=False)
+        tensors = tuple(dressed(t.detach().requires_grad_(t.requires_grad or idles), d) for t, idles, d in given)
         begun = node_count()
         outputs = region.replay(tensors)
         _check_agreement(region.slot, grads, outputs)
@@ -530,6 +532,12 @@ def _accumulates(node: Any) -> bool:
 
 _may_accumulate: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 """Whether the backward that runs is one that accumulates, not torch.autograd.grad or backward(inputs=...)."""
+
+
+def _like(output: torch.Tensor) -> torch.Tensor:
+    """The same without a graph. What stands for a parameter is none: others take that for a leaf."""
+    detached = output.detach()
+    return detached if type(output) is torch.nn.Parameter else dressed(detached, dress_of(output))
 
 
 def _drop(slot: Slot, witnesses: tuple[Trace, ...], tensor: torch.Tensor) -> Slot:

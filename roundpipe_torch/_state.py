@@ -370,6 +370,8 @@ def _settings() -> Iterator[_Setting]:
     if hasattr(backend, "set_device"):
         yield _current_device, backend.set_device
     c: Any = torch._C
+    # Off inside of what a class of tensors gives to torch's own function, as the `backward` of a loss of that class.
+    yield c._get_torch_function_state, c._set_torch_function_state
     for reader, writer in (
         ("_get_cudnn_enabled", "_set_cudnn_enabled"),
         ("_get_cudnn_benchmark", "_set_cudnn_benchmark"),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["PLAIN", "Origins", "View", "memory_of", "storage_of", "version_of"]
+__all__ = ["PLAIN", "Dress", "Origins", "View", "dress_of", "dressed", "memory_of", "storage_of", "version_of"]
 
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -125,3 +125,27 @@ def memory_of(tensor: torch.Tensor) -> int:
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was changed in place; 0 where nobody counts."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+Dress = tuple[type[torch.Tensor], dict[str, Any]]
+"""The class of a tensor and its attributes, which autograd and `detach` leave out of what they make in its place."""
+
+
+def dress_of(tensor: torch.Tensor) -> Dress | None:
+    """What a tensor in the place of this one lacks."""
+    kind = type(tensor)
+    if kind.__torch_dispatch__ is not _NO_DISPATCH:  # it wraps others, and so do those that are made of it
+        return None
+    return (kind, vars(tensor)) if kind is not torch.Tensor or vars(tensor) else None
+
+
+def dressed(tensor: torch.Tensor, dress: Dress | None) -> torch.Tensor:
+    """`tensor`, of this class, its attributes one with those of the other."""
+    if dress is not None:
+        if type(tensor) is not dress[0]:
+            tensor.__class__ = dress[0]
+        tensor.__dict__ = dress[1]
+    return tensor
+
+
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__

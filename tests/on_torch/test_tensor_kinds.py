@@ -190,3 +190,45 @@ def test_what_cannot_be_copied_is_named(save) -> None:
         checkpoint(lambda x: save(1, Bare()) and x.sin(), leaf(4))
     assert f"saved at: {__file__}:" in str(caught.value)
     assert isinstance(caught.value.__cause__, NotImplementedError)
+
+
+class Tripled(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result * 3 if func is torch.tanh else result
+
+
+def noted(x):
+    x.factor = 2.0
+    return x
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("way", [checkpoint, reentrant])
+@pytest.mark.parametrize("kind", ["attribute", "class", "parameter", "scale"])
+def test_an_argument_has_the_class_and_the_attributes_that_it_had(kind, way, nested) -> None:
+    def layer(x, w):
+        trained = 5.0 if isinstance(w, nn.Parameter) else 1.0
+        y = noted(torch.tanh(x * w * getattr(x, "factor", 1.0) * getattr(w, "factor", trained))).cos()
+        return noted(y)
+
+    def scenario(way):
+        leaves = leaf(4, 8), leaf(4, 8, seed=1)
+        x, w = leaves[0].sin(), leaves[1] * 1
+        if kind == "attribute":
+            noted(x)
+        elif kind == "class":
+            x = x.as_subclass(Tripled)
+        else:
+            w = nn.Parameter(leaf(4, 8, seed=1).detach())
+            leaves = leaves[0], noted(w) if kind == "scale" else w
+        if nested:
+            y = way(lambda x, w: way(layer, x, w) + x, x, w)
+        else:
+            y = way(layer, x, w)
+            y = y * y.factor
+        y.square().sum().backward()  # of the class of `y`, which is off in there
+        return [one.grad for one in leaves]
+
+    agree(scenario, way)
