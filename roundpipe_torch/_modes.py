@@ -12,10 +12,11 @@ recompute does the same again, and so begins with what was there before. Else on
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import chain
-from operator import attrgetter
-from types import FunctionType
+from itertools import chain, starmap
+from operator import attrgetter, is_
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -52,23 +53,37 @@ def own_generators(roots: Collection[Any]) -> tuple[torch.Generator, ...]:
 
 
 def generators_in(roots: Collection[Any], attributes: Iterable[dict[str, Any]]) -> tuple[torch.Generator, ...]:
-    """Those among `roots` and in the `attributes` of modules, each once."""
+    """Those among `roots` and in the `attributes` of modules, or of objects and lists there, each once."""
     values = [*roots, *chain.from_iterable(map(dict.values, attributes))]
+    if not _LEAD_NOWHERE.issuperset(map(type, values)):
+        values = [*values, *chain.from_iterable(map(_held_by, values))]
     if torch.Generator not in map(type, values):
         return ()
     return tuple({id(value): value for value in values if isinstance(value, torch.Generator)}.values())
 
 
+def _held_by(value: Any) -> Collection[Any]:
+    """What a list has, or an object as its attributes."""
+    if type(value) in _LEAD_NOWHERE or isinstance(value, (torch.nn.Module, torch.Tensor, type)):
+        return ()
+    if type(value) is list or type(value) is tuple:
+        return value if len(value) <= _MOST_NAMES else ()
+    return getattr(value, "__dict__", {}).values()
+
+
 class Modes:
     """What was set of modules when a forward began."""
 
-    __slots__ = ("_attributes", "_before", "_begun", "_bindings", "_modules", "_trained", "_training", "_weights")
+    __slots__ = (
+        "_attributes", "_before", "_begun", "_bindings", "_configs", "_modules", "_trained", "_training", "_weights",
+    )  # fmt: skip
 
     def __init__(self, modules: list[torch.nn.Module], closures: Sequence[FunctionType]) -> None:
         self._modules, self._bindings = modules, Bindings(modules, closures)
         self._weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]
         self._training, self._trained = [*map(_training, modules)], [*map(_trained, self._weights)]
         self._begun = [(module, vars(module).copy()) for module in modules if _may_have_more(module)]
+        self._configs = _configs_in(then for _, then in self._begun)
         self._attributes: list[_Attribute] = []
         self._before: list[tuple[Any, str, Any]] = []  # what is to be put back
 
@@ -97,6 +112,9 @@ class Modes:
                 if wanted:
                     self._attributes.append((module, name, before))
         self._begun = []
+        for n, (names, then) in enumerate(self._configs):
+            if _differ(names, then):  # what the forward itself sets is left alone
+                self._configs[n] = names, {name: value for name, value in then.items() if names.get(name) is value}
         self._bindings.settle()
 
     def restored(self) -> contextlib.AbstractContextManager[None] | None:
@@ -105,6 +123,7 @@ class Modes:
             [*map(_training, self._modules)] == self._training
             and [*map(_trained, self._weights)] == self._trained
             and not any(map(_has_changed, self._attributes))
+            and not (self._configs and self._begun == [] and any(starmap(_differ, self._configs)))
             and not self._bindings.changed()
         ):
             return None
@@ -118,6 +137,7 @@ class Modes:
             *((module, "training", then) for module, then in modes),
             *((weight, "requires_grad", then) for weight, then in trained if weight.is_leaf),
             *filter(_has_changed, self._attributes),
+            *chain.from_iterable(starmap(_settings_changed, [] if self._begun else self._configs)),
         ]
         try:
             self._bindings.restore()
@@ -143,16 +163,44 @@ _trained: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
 
 
 def _found(one: Any, name: str) -> Any:
-    return one.requires_grad if isinstance(one, torch.Tensor) else vars(one).get(name, _ABSENT)
+    return one.requires_grad if isinstance(one, torch.Tensor) else _names_of(one).get(name, _ABSENT)
 
 
 def _set(one: Any, name: str, value: Any) -> None:
     if isinstance(one, torch.Tensor):
         one.requires_grad_(value)
     elif value is _ABSENT:
-        vars(one).pop(name, None)
+        _names_of(one).pop(name, None)
     else:
-        vars(one)[name] = value
+        _names_of(one)[name] = value
+
+
+def _names_of(one: Any) -> dict[str, Any]:
+    return one if type(one) is dict else vars(one)
+
+
+def _configs_in(attributes: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The configurations that modules with these attributes share, each by the names in it and a copy of them."""
+    found: dict[int, dict[str, Any]] = {}
+    for then in attributes:
+        for name in () if _CONFIGS.isdisjoint(then) else _CONFIGS & then.keys():
+            config = then[name]
+            names = config if type(config) is dict else getattr(config, "__dict__", None)
+            if type(names) is dict and not isinstance(config, (torch.nn.Module, torch.Tensor)):
+                found[id(names)] = names
+    return [(names, names.copy()) for names in found.values()]
+
+
+def _differ(names: dict[str, Any], then: dict[str, Any]) -> bool:
+    """Whether one of them has another value than it had."""
+    return not all(map(is_, map(names.get, then), then.values()))
+
+
+def _settings_changed(names: dict[str, Any], then: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    for name, value in then.items():
+        now = names.get(name, _ABSENT)
+        if now is not value and type(value) in _SETTINGS and type(now) in _SETTINGS:
+            yield names, name, value
 
 
 def _has_changed(attribute: _Attribute) -> bool:
@@ -167,6 +215,16 @@ def _has_changed(attribute: _Attribute) -> bool:
 _NUMBERS = frozenset({bool, int, float})
 _STEERING = frozenset({bool, float, str})
 """What an attribute has that others set. Integers count something, it may be recomputes."""
+_CONFIGS = frozenset({"config", "cfg", "conf", "args", "hparams"})
+"""What the attribute of a module is called that has its configuration. That counts nothing, and tells of no phase."""
+_SETTINGS = frozenset({bool, int, float, str, type(None), torch.dtype})
+_LEAD_NOWHERE = frozenset(
+    {
+        bool, int, float, str, type(None), dict, set, OrderedDict, FunctionType, MethodType, torch.dtype, torch.device,
+        torch.Tensor, torch.nn.Parameter, torch.Generator, torch.Size,
+    }
+)  # fmt: skip
+"""What most attributes are."""
 _MOST_NAMES = 64
 _OF_TORCH = vars(torch.nn.Module()).keys()
 _OF_FRAMEWORKS = ("_", "ds_")

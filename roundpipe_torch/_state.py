@@ -331,6 +331,8 @@ def _reached(
             waiting += [found.__self__, found.__func__]
         elif isinstance(found, (list, tuple, dict)) and len(found) <= _MOST_SEARCHED:
             waiting += found.values() if isinstance(found, dict) else found
+        elif type(found) not in _PLAIN and isinstance(kinds, tuple) and torch.Generator in kinds:
+            waiting += (value for value in getattr(found, "__dict__", {}).values() if type(value) is torch.Generator)
 
 
 _LEAD_NOWHERE = frozenset({type(None), type, types.ModuleType, types.BuiltinFunctionType})

@@ -5,6 +5,7 @@ Autograd has what the forward saved. A recompute reads what there is now: notice
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import deque
 from types import SimpleNamespace
@@ -348,6 +349,53 @@ def test_what_steers_a_module_is_that_of_the_forward(what, way) -> None:
         return x.grad, [p.grad for p in net.parameters()]
 
     same(scenario(way), scenario(plain))
+
+
+@dataclasses.dataclass
+class Settings:
+    active: str = "sin"
+    factor: float = 2.0
+    times: int = 2
+    off: bool = False
+    seen: int = 0
+
+
+class Configured(nn.Module):
+    def __init__(self, config) -> None:
+        super().__init__()
+        self.config, self.inner = config, nn.Linear(D, D)
+        draw_weights(self)
+
+    def get(self, name):
+        return self.config[name] if isinstance(self.config, dict) else getattr(self.config, name)
+
+    def forward(self, x):
+        if not doing_recompute() and not isinstance(self.config, dict):
+            self.config.seen += 1
+        if self.get("off"):
+            return x
+        return getattr(torch, self.get("active"))(self.inner(x) * self.get("factor")) ** self.get("times")
+
+
+@pytest.mark.parametrize("way", ENGINES)
+@pytest.mark.parametrize("kind", ["dataclass", "namespace", "dict"])
+def test_a_configuration_is_that_of_the_forward(kind, way) -> None:
+    def scenario(way):
+        config = {
+            "dataclass": Settings,
+            "namespace": lambda: SimpleNamespace(**vars(Settings())),
+            "dict": lambda: vars(Settings()),
+        }[kind]()
+        net, x = Configured(config), leaf(T, D)
+        names = config if kind == "dict" else vars(config)
+        y = way(net, x)
+        names.update(active="cos", factor=3.0, times=1)
+        z = way(net, x)
+        names.update(off=True)
+        (y + z).square().sum().backward()
+        return x.grad, net.inner.weight.grad, list(names.values())
+
+    agree(scenario, way)
 
 
 @pytest.mark.parametrize("way", ENGINES)

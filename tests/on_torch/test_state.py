@@ -132,8 +132,55 @@ def without_gradient_inside(generator):
     return layer
 
 
+class Noise:
+    """No module."""
+
+    def __init__(self, generator) -> None:
+        self.generator, self.myself = generator, self
+
+    def __call__(self, x):
+        return (x * torch.rand(16, 16, generator=self.generator)).exp()
+
+
+class Noisy(torch.nn.Module):
+    def __init__(self, noise):
+        super().__init__()
+        self.noise = noise
+
+    def forward(self, x):
+        return self.noise(x)
+
+
+def from_object(generator):
+    return Noisy(Noise(generator))
+
+
+class Drawing(torch.nn.Module):
+    def __init__(self, generators):
+        super().__init__()
+        self.generators = generators
+
+    def forward(self, x):
+        return (x * torch.rand(16, 16, generator=self.generators[0])).exp()
+
+
+def from_list(generator):
+    return Drawing([generator])
+
+
+def from_object_in_closure(generator):
+    noise = Noise(generator)
+    return lambda x: noise(x)
+
+
 @pytest.mark.parametrize("how", [checkpoint, reentrant, nested, reentrant_in_default, default_in_reentrant])
-@pytest.mark.parametrize("make", [from_attribute, from_arguments, from_closure, without_gradient_inside])
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(from_attribute, from_arguments, from_closure, without_gradient_inside),
+        *(from_object, from_list, from_object_in_closure, Noise),
+    ],
+)
 def test_generators_of_the_call_line_up_as_the_default_ones_do(make, how) -> None:
     found = []
     for way in (lambda layer, x: layer(x), how):
