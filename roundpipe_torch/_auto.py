@@ -59,6 +59,8 @@ def _watched(decisions: Decisions, function: Callable[..., Any], /, *args: Any, 
     if run is None:
         return function(*args, **kwargs)
     run.watch = decisions  # a _Watch from the first decision on
+    if len(_higher_order) > len(_let_through):
+        _let_through_all()
     before = _included(_KEY)
     try:
         try:
@@ -432,6 +434,31 @@ def _install(decisions: Decisions) -> None:
         for op in decisions.overloads():
             _register(op, _composite if is_composite(op) else _result, built_in=False)
         _installed.add(decisions.operations)
+
+
+_higher_order: dict[str, Any] = torch._ops._higher_order_ops
+_let_through: set[str] = set()
+
+
+def _let_through_all() -> None:
+    """Let operations of functions (`vmap` of an autograd.Function) pass the key. The branch of `torch.cond` is kept."""
+    for name, operation in [*_higher_order.items()]:
+        if name == "cond" and name not in _let_through:
+            operation.py_impl(_KEY)(functools.partial(_branch, operation))
+        elif name != "cond":
+            operation.fallthrough(_KEY)
+        _let_through.add(name)
+
+
+def _branch(cond: Callable[..., Any], taken: Any, /, *rest: Any) -> Any:
+    try:
+        _include(_KEY, False)
+        watch = None if TracingContext.try_get() is not None or _excluded(_BELOW) else _active()
+        if watch is not None:
+            taken = watch.repeat("cond", lambda: _detached(taken), _same, _same)
+        return cond(taken, *rest)
+    finally:
+        _include(_KEY, True)
 
 
 def _register(op: _Operation, how: Callable[..., Any], built_in: bool) -> None:

@@ -950,3 +950,47 @@ def test_torch_checkpoints_keywords_stay_torchs():
     x = ties()
     checkpoint(lambda x, auto: x * auto, x, auto=3.0).sum().backward()
     assert (x.grad == 3).all()
+
+
+class Tanh(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.tanh()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (y,) = ctx.saved_tensors
+        return grad * (1 - y * y)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_an_operation_of_functions_passes(use_reentrant) -> None:
+    def layer(x):
+        return torch.func.vmap(Tanh.apply)(x.topk(2).values).exp()
+
+    got, want = leaf(4, 8), leaf(4, 8)
+    remat(layer, auto=True, use_reentrant=use_reentrant)(got).sum().backward()
+    layer(want).sum().backward()
+    same(got.grad, want.grad)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_the_branch_that_cond_takes_is_kept(use_reentrant) -> None:
+    signs = [1.0, -1.0]
+
+    def layer(x):
+        positive = torch.tensor(signs.pop(0)) > 0
+        return torch.cond(positive, lambda x: x.sin(), lambda x: x.cosh(), (x,))
+
+    x = leaf(4, 8)
+    with record() as tape:
+        remat(layer, auto=True, use_reentrant=use_reentrant)(x).sum().backward()
+    same(x.grad, x.detach().cos())
+    assert not signs
+    assert [entry.name for entry in tape.entries()] == ["auto 0 cond"]
