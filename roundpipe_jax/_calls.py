@@ -258,8 +258,9 @@ class Layer(NamedTuple):
     def recompute_program(self, template: Template, saved: Sequence[Any], arrays: Sequence[Any]) -> Any:
         """To be traced: outputs, `Recompute`."""
         slot = template.fill(Slot(self.label, orphan=template.orphan), saved)
-        value = execute(JaxRun(Phase.RECOMPUTE, slot, fresh=self.fresh), lambda: self.apply(arrays))
-        outputs, shape = split(value)
+        run = JaxRun(Phase.RECOMPUTE, slot, fresh=self.fresh)
+        outputs, shape = split(execute(run, lambda: self.apply(arrays)))
+        run.check_use()
         return outputs, Held(Recompute(shape))
 
     def decided_again(self, template: Template, saved: Sequence[Any], arrays: Sequence[Any]) -> Any:

@@ -17,20 +17,36 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 from jax.interpreters import ad, batching, mlir
 
 from ._jax import is_tracer, replaced, struct
-from ._programs import has_any, subprograms, with_subprograms
+from ._programs import has_any, passed_on, subprograms, with_subprograms
 
-__all__ = ["Doubt", "in_place_of", "reading_saved"]
+__all__ = ["Doubt", "Unread", "in_place_of", "reading_saved"]
 
 Doubt = Callable[[], Exception] | None
 """What to say if it is not known whether a value is the one that the forward saved, and the program uses it."""
 
 
-def in_place_of(made: Sequence[Any], saved: Sequence[Any], doubt: Doubt = None) -> list[Any]:
+class Unread:
+    """What to say of a run that saves, and reads nothing of all that its forward saved."""
+
+    error: Callable[[], Exception]  # since the first of these
+
+    def __init__(self) -> None:
+        self.marks = 0  # values that were handed back by a save
+        self.is_read = False  # otherwise
+
+
+def in_place_of(made: Sequence[Any], saved: Sequence[Any], unread: Unread, doubt: Doubt = None) -> list[Any]:
     """The arrays of `saved`, to be read in place of those that were `made` again."""
-    if len(made) != len(saved):
+    pairs = list(zip(made, saved, strict=True)) if len(made) == len(saved) else []
+    fits = [_stands_for(*pair) for pair in pairs]
+    unread.marks += sum(fits)
+    unread.is_read = unread.is_read or not pairs or not all(fits)
+    if not pairs:
         return list(saved)
-    pairs = zip(made, saved, strict=True)
-    return [_remade.bind(one, other, doubt=doubt) if _stands_for(one, other) else other for one, other in pairs]
+    return [
+        _remade.bind(*pair, doubt=doubt, unread=unread) if fit else pair[1]
+        for pair, fit in zip(pairs, fits, strict=True)
+    ]
 
 
 def _stands_for(made: Any, saved: Any) -> bool:
@@ -40,11 +56,11 @@ def _stands_for(made: Any, saved: Any) -> bool:
 
 
 _remade: Any = Primitive("roundpipe_remade")
-_remade.def_impl(lambda made, saved, doubt: saved)
-_remade.def_abstract_eval(lambda made, saved, doubt: saved)
-mlir.register_lowering(_remade, lambda context, made, saved, doubt: [saved])
-ad.primitive_jvps[_remade] = lambda values, dots, doubt: (_remade.bind(*values, doubt=doubt), dots[1])
-batching.primitive_batchers[_remade] = lambda values, axes, doubt: (values[1], axes[1])
+_remade.def_impl(lambda made, saved, **_: saved)
+_remade.def_abstract_eval(lambda made, saved, **_: saved)
+mlir.register_lowering(_remade, lambda context, made, saved, **_: [saved])
+ad.primitive_jvps[_remade] = lambda values, dots, **params: (_remade.bind(*values, **params), dots[1])
+batching.primitive_batchers[_remade] = lambda values, axes, **_: (values[1], axes[1])
 
 
 def reading_saved(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -68,16 +84,18 @@ def _reading_saved(jaxpr: Jaxpr) -> Jaxpr:
             atom = handed[atom] if atom in handed else instead[atom]
         return atom
 
+    made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     saved = {read(eqn.outvars[0]) for eqn in marks}
     doubts: dict[Any, Any] = {}
     for eqn in marks:
         made, doubt = read(eqn.invars[0]), eqn.params["doubt"]
         if not isinstance(made, Var) or made in saved:
             continue
+        names = [made, *passed_on(made, made_by)]
         if doubt is None:
-            instead[made] = read(eqn.outvars[0])
+            instead |= dict.fromkeys(names, read(eqn.outvars[0]))
         else:
-            doubts[made] = doubt
+            doubts |= dict.fromkeys(names, doubt)
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
         if _is_remade(eqn):
@@ -88,12 +106,12 @@ def _reading_saved(jaxpr: Jaxpr) -> Jaxpr:
         eqns += _by_indices(eqn, read(eqn.outvars[1])) if _chose(eqn, instead) else [eqn]
     eqns = _made_first(eqns, {atom for atom in instead.values() if isinstance(atom, Var)})
     whole = replaced(jaxpr, eqns=eqns, outvars=list(map(read, jaxpr.outvars)))
-    if doubts:
-        _check(whole, saved, doubts)
+    if marks:
+        _check(whole, saved, doubts, [(eqn.invars[0], read(eqn.outvars[0]), eqn.params["unread"]) for eqn in marks])
     return whole
 
 
-def _check(jaxpr: Jaxpr, saved: set[Any], doubts: dict[Any, Any]) -> None:
+def _check(jaxpr: Jaxpr, saved: set[Any], doubts: dict[Any, Any], marks: Sequence[tuple[Any, Any, Unread]]) -> None:
     """Refuse a program that uses what it made of its inputs, besides giving it to a save."""
     varying = {*jaxpr.constvars, *jaxpr.invars} - saved
     given = varying.copy()
@@ -102,11 +120,29 @@ def _check(jaxpr: Jaxpr, saved: set[Any], doubts: dict[Any, Any]) -> None:
             varying.update(eqn.outvars)
     needed = {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
     for eqn in reversed(jaxpr.eqns):
-        if not needed.isdisjoint(eqn.outvars):
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
             needed.update(atom for atom in eqn.invars if isinstance(atom, Var))
     for made, doubt in doubts.items():
         if made in needed and made in varying and made not in given:
             raise doubt()
+    _check_use(jaxpr, needed & (varying - given), needed, marks)
+
+
+def _check_use(jaxpr: Jaxpr, again: set[Any], needed: set[Any], marks: Sequence[tuple[Any, Any, Unread]]) -> None:
+    """Refuse a program that reads nothing of what was saved, and uses a decision that it makes `again` for the save."""
+    for unread in {id(unread): unread for *_, unread in marks}.values():
+        ours = [(made, kept) for made, kept, one in marks if one is unread]
+        if unread.is_read or len(ours) != unread.marks:
+            continue
+        if any(not isinstance(kept, Var) or kept in needed for _, kept in ours):
+            continue
+        behind = {made for made, _ in ours if isinstance(made, Var)}
+        for eqn in reversed(jaxpr.eqns):
+            if not behind.isdisjoint(eqn.outvars):
+                behind.update(atom for atom in eqn.invars if isinstance(atom, Var))
+        avals: list[Any] = [var.aval for var in behind & again]
+        if any(not jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals):
+            raise unread.error()
 
 
 def _made_first(eqns: Sequence[JaxprEqn], wanted: set[Var]) -> list[JaxprEqn]:

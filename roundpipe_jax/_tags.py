@@ -23,7 +23,7 @@ from ._jax import fresh_var, is_custom_vjp, is_remat3, named, replaced, scan_siz
 from ._names import SAVED
 from ._pins import is_pin, pinned
 from ._places import of_operation
-from ._programs import has_any, subprograms, with_subprograms
+from ._programs import has_any, passed_on, subprograms, with_subprograms
 
 __all__ = ["calls_custom_vjp", "lead_through_tags", "name_of", "names_in"]
 
@@ -91,7 +91,8 @@ class _Rewriter:
         eqns, wanted = self._inner_first(jaxpr)
         made_by = {var: eqn for eqn in eqns for var in eqn.outvars}
         roots = self._roots(eqns, made_by)  # saved variable -> the operations that lead from it to its tag
-        for var in wanted | {self._behind_barriers(var, made_by) for var in roots}:
+        first = {var: self._made_as(var, made_by) for var in roots}
+        for var in wanted | set(first.values()):
             if not roots.get(var):
                 roots[var] = _fresh_tag(var)
         for var, chain in roots.items():
@@ -102,7 +103,7 @@ class _Rewriter:
         new: dict[Var, Any] = {}
         moved = {id(eqn) for chain in roots.values() for eqn in chain}
         if outermost:
-            self._take_decided(roots, new)
+            self._take_decided(roots, first, new)
         out: list[JaxprEqn] = []
         for var in (*jaxpr.constvars, *jaxpr.invars):
             self._tag(var, roots, new, out)
@@ -116,7 +117,7 @@ class _Rewriter:
         outvars = [_read(new, atom) for atom in jaxpr.outvars]
         return replaced(jaxpr, eqns=out, outvars=outvars), saved
 
-    def _take_decided(self, roots: dict[Var, list[JaxprEqn]], new: dict[Var, Any]) -> None:
+    def _take_decided(self, roots: dict[Var, list[JaxprEqn]], first: Mapping[Var, Var], new: dict[Var, Any]) -> None:
         for var, chain in [*roots.items()]:
             arrays = [self.decided[name] for name in map(name_of, chain) if name is not None and name in self.decided]
             aval: Any = var.aval
@@ -124,8 +125,9 @@ class _Rewriter:
                 continue
             constant = fresh_var(var)
             self.constants[constant] = arrays[0]
-            new |= dict.fromkeys([var, *(eqn.outvars[0] for eqn in chain)], constant)
-            del roots[var]
+            new |= dict.fromkeys([first.get(var, var), var, *(eqn.outvars[0] for eqn in chain)], constant)
+            roots.pop(first.get(var, var), None)
+            roots.pop(var, None)
 
     def _inner_first(self, jaxpr: Jaxpr) -> tuple[list[JaxprEqn], set[Var]]:
         """The operations with their inner programs rewritten, and the variables that those save from outside."""
@@ -173,17 +175,16 @@ class _Rewriter:
             known += [step for step in chain if not any(step is other for other in known)]
         return roots
 
-    def _behind_barriers(self, var: Var, made_by: Mapping[Any, JaxprEqn]) -> Var:
-        """What was saved behind points that the compiler moves nothing across: it is used before them too."""
-        while (eqn := made_by.get(var)) is not None:
-            barrier = eqn.primitive.name == "optimization_barrier"
-            if not barrier and not self._passes_through(eqn):
-                break
-            before = eqn.invars[eqn.outvars.index(var) if barrier else 0]
-            if isinstance(before, Literal):
-                break
-            var = before
-        return var
+    def _made_as(self, var: Var, made_by: Mapping[Any, JaxprEqn]) -> Var:
+        """What was saved under another name than it was made: it is used by the first name too."""
+        while True:
+            before = passed_on(var, made_by)
+            if before:
+                var = before[-1]
+            eqn = made_by.get(var)
+            if eqn is None or not self._passes_through(eqn) or isinstance(eqn.invars[0], Literal):
+                return var
+            var = eqn.invars[0]
 
     def _tag(self, var: Var, roots: dict[Var, list[JaxprEqn]], new: dict[Var, Any], out: list[JaxprEqn]) -> None:
         """Put the operations that tag `var` here, where it is made, and let its uses read the last of them."""

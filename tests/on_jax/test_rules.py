@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import roundpipe_core
 import roundpipe_jax
@@ -170,6 +171,75 @@ def test_a_layer_that_knows_its_phase_uses_what_the_save_returns(way: int) -> No
     with pytest.raises(MismatchError, match="not what it gets for it") as caught:
         both_ways(lambda x: remat(functools.partial(knowing, Router()))(x).sum())[way](X)
     assert "test_rules.py:" in str(caught.value).partition("saved at")[2]
+
+
+ALIASES: dict[str, Any] = {
+    "barrier": lambda index: jax.lax.optimization_barrier((index, index))[1],
+    "copy": jnp.copy,
+    "device_put": jax.device_put,
+    "jit": jax.jit(lambda index: index),
+    "name": lambda index: checkpoint_name(index, "mine"),
+    "stop_gradient": lambda index: jax.lax.stop_gradient(jnp.copy(index)),
+}
+
+
+def saves_alias(router: Router, alias: Any, x: Any) -> Any:
+    index = router.decide(0, x)
+    save_for_recompute(alias(index))
+    return jnp.sin(x) * index
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_a_decision_that_is_saved_by_another_name_is_made_once(alias: str) -> None:  # R2, R8
+    def early(router: Router, alias: Any, x: Any) -> Any:
+        y = saves_alias(router, alias, x)
+        return jax.lax.scan(lambda c, _: (c * save_for_recompute(jnp.int32(1), name="inside")[0], None), y, None, 1)[0]
+
+    for layer in (saves_alias, early):
+        for wrap in (remat, jax.checkpoint):
+            router = Router()
+            slope = jax.grad(lambda x: wrap(functools.partial(layer, router, ALIASES[alias]))(x).sum())(X)  # noqa: B023
+            assert router.counts[0] == 1
+            np.testing.assert_array_equal(slope, jnp.cos(X) * 4)
+
+
+def narrowed(router: Router, x: Any) -> Any:
+    index = router.decide(0, x)
+    save_for_recompute(index.astype(jnp.int8))
+    return jnp.sin(x) * index
+
+
+def guarded(router: Router, x: Any) -> Any:
+    index = router.decide(0, x)
+    if not doing_recompute():
+        save_for_recompute(index)
+    return jnp.sin(x) * index
+
+
+@pytest.mark.parametrize("way", [0, 1])
+def test_a_recompute_that_reads_nothing_of_what_was_saved(way: int) -> None:  # R10
+    for layer in (narrowed, guarded):
+        for wrap in (remat, lambda f: remat(lambda x: remat(f)(x))):
+            with pytest.raises(MismatchError, match="the recompute reads nothing of it") as caught:
+                both_ways(lambda x: wrap(functools.partial(layer, Router()))(x).sum())[way](X)  # noqa: B023
+            assert "test_rules.py:" in str(caught.value).partition("saves the unnamed slot")[2]
+
+
+def measured(router: Router, x: Any) -> Any:
+    save_for_recompute(jax.lax.stop_gradient(x.mean()), name="for a log")
+    return ignoring(router, x)
+
+
+def only_measured(router: Router, x: Any) -> Any:
+    if not doing_recompute():
+        save_for_recompute(jax.lax.stop_gradient(x.mean()), name="for a log")
+    return 4 * jnp.sin(x)
+
+
+def test_what_is_saved_for_a_log_need_not_be_read() -> None:
+    for layer in (measured, only_measured):
+        slope = jax.grad(lambda x: remat(functools.partial(layer, Router()))(x).sum())(X)  # noqa: B023
+        np.testing.assert_allclose(slope, jnp.cos(X) * 4, rtol=1e-6)
 
 
 def test_outside_a_region_a_save_returns_its_arguments() -> None:  # R2
