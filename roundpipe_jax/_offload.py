@@ -52,6 +52,11 @@ class Offload:
         if type(self.min_bytes) is not int or self.min_bytes < 0:
             what = f"min_bytes must be a number of bytes, not {shown(self.min_bytes)}."
             raise OptionError(message(what, [], "pass min_bytes=1 << 20."))
+        for name in ("saves", "kept"):
+            value = getattr(self, name)
+            if type(value) is not bool:
+                what = f"{name} must be True or False, not {shown(value)}."
+                raise OptionError(message(what, [], f"pass {name}=True: of all its arrays, or False."))
         given: Any = self.inputs
         if type(given) is not bool and not (isinstance(given, tuple) and all(type(n) is int for n in given)):
             what = f"inputs must be True, False or a tuple of positions, not {shown(self.inputs)}."

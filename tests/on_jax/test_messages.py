@@ -281,6 +281,13 @@ OPTIONS = {
         lambda: Offload(min_bytes="1 MB"),  # type: ignore[arg-type]
         ["min_bytes must be a number of bytes, not '1 MB'.", "  way out: pass min_bytes=1 << 20."],
     ),
+    "saves": (
+        lambda: Offload(saves="no"),  # type: ignore[arg-type]
+        [
+            "saves must be True or False, not 'no'.",
+            "  way out: pass saves=True: of all its arrays, or False.",
+        ],
+    ),
     "inputs": (
         lambda: Offload(inputs=[0]),  # type: ignore[arg-type]
         [
