@@ -56,6 +56,8 @@ def enable(model: M, *, every_n_layers: int | None = None, **options: Any) -> M:
 
     Implements R8, R10.
     """
+    if every_n_layers is not None and (type(every_n_layers) is not int or every_n_layers < 1):
+        raise wrong_option(model, f"every_n_layers must be 1 or more, not {every_n_layers!r}.", "give an integer.")
     options = checked(model, {"auto": True, **options})
     owners = list(_owners(model))
     if not owners:

@@ -231,6 +231,9 @@ def test_errors(monkeypatch):
         enable(torch.nn.Linear(2, 2))
     with pytest.raises(OptionError, match="supports gradient checkpointing"):
         enable(model_of("jetmoe"))
+    for bad in (0, "2", True):
+        with pytest.raises(OptionError, match="every_n_layers must be 1 or more"):
+            enable(model_of("mixtral"), every_n_layers=bad)
     with pytest.raises(OptionError, match="no option 'verfy'"):
         enable(model_of("mixtral"), verfy="warn")
     model = enable(model_of("mixtral"))
