@@ -18,6 +18,7 @@ __all__ = [
     "TapeGuard",
     "backend_of",
     "compare",
+    "described",
     "expand",
     "frontend",
     "frontend_listeners",
@@ -241,6 +242,12 @@ def backend_of(value: Any) -> Backend | None:
         if found or "numpy" in sys.modules or kind.__module__ == "builtins":
             known_types[kind] = found
         return found
+
+
+def described(leaf: Any) -> tuple[str, tuple[int, ...]]:
+    """Dtype and shape of an array; the type of anything else."""
+    backend = backend_of(leaf)
+    return (type(leaf).__name__, ()) if backend is None else backend.described(leaf)
 
 
 def expand(value: Any) -> tuple[Sequence[Any], Callable[[list[Any]], Any]] | None:

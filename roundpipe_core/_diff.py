@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ._backend import backend_of, compare, to_host
+from ._backend import backend_of, compare, described, to_host
 from ._host import HostArray, integers_of, itemsize_of, kind_of
-from ._slots import Key
-from ._tape import ONCE, Decision, Region, Tape, described, not_a_tape
+from ._slots import ONCE, Key
+from ._tape import Decision, Region, Tape, not_a_tape
 from ._trees import paths
 
 __all__ = ["Difference", "TapeDiff", "diff"]

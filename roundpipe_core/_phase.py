@@ -26,8 +26,8 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 from ._backend import outside_keeps, outside_saves, without_gradient
 from ._errors import Flip, OptionError, PhaseError, SlotError, message, shown
-from ._places import Place
-from ._slots import NOTHING, Entry, Key, Slot, Taken, label_of
+from ._places import Place, drops
+from ._slots import AUTO, NOTHING, ONCE, Entry, Key, Slot, Taken, label_of, unread
 
 __all__ = [
     "AUDIT",
@@ -104,6 +104,9 @@ class Run:
 
     def told(self) -> None:
         """The layer asked which phase it is in: from here on its code may depend on the answer."""
+
+    def dropped(self, key: Key, data: tuple[Any, ...], saved: tuple[Any, ...], place: Place) -> None:
+        """The layer, which decided `data` again, does not look at the `saved` data that it gets for it."""
 
     def state(self) -> Any:
         """The state of whatever later code draws from, right after a save (R7)."""
@@ -210,6 +213,17 @@ class Run:
         self.taken.update(taken)
         for key, times in met.items():
             self._counts[key] = self._counts.get(key, 0) + times
+
+    def unread(self) -> str | None:
+        """Where this recompute has run to its end: what to say if it read no decision that was saved (R10)."""
+        if self._seen or any(not isinstance(kept, Update) for kept in self.slot.kept.values()):
+            return None
+        saves = [
+            (key, entry.place)
+            for key, entry in self.slot.entries.items()
+            if not (key[1] or "").startswith((ONCE, AUTO)) and entry.decides()
+        ]
+        return unread(self.slot.label, saves) if saves else None
 
     def child(self, label: Any) -> Slot:
         """The slot of a region that starts inside this run: new in forward, the forward's later (R8)."""
@@ -403,7 +417,10 @@ def save_for_recompute(*data: Any, name: str | None = None, offload: bool | None
         return _handed_over(data)
     if run.phase is OFF:
         return data
-    return run.save(data, name, _caller(), offload)
+    saved = run.save(data, name, _caller(), offload)
+    if run.phase is RECOMPUTE and drops(sys._getframe(1)):
+        run.dropped((run.scope, name), data, saved, _caller())
+    return saved
 
 
 def doing_recompute() -> bool:

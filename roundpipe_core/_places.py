@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import opcode
 import os
 import sys
 import types
 from pathlib import Path
 
-__all__ = ["Place", "is_ours", "is_passed_over", "pass_over", "place_outside", "where"]
+__all__ = ["Place", "drops", "is_ours", "is_passed_over", "pass_over", "place_outside", "where"]
 
 Place = tuple[str, int]
 """A file and a line of the user's code."""
@@ -50,3 +51,16 @@ def place_outside() -> Place:
     while frame.f_back is not None and is_passed_over(_file_of(frame)):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
+
+
+_CACHE, _POP_TOP = opcode.opmap["CACHE"], opcode.opmap["POP_TOP"]
+
+
+def drops(frame: types.FrameType) -> bool:
+    """Whether what the call that `frame` is in gives is dropped: a statement of its own, in code that reads no slot."""
+    code = frame.f_code
+    instructions, at = code.co_code, frame.f_lasti + 2
+    while instructions[at] == _CACHE:
+        at += 2
+    names = code.co_names, code.co_freevars, code.co_varnames
+    return instructions[at] == _POP_TOP and not any("get_recompute_data" in group for group in names)

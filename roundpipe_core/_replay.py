@@ -19,6 +19,7 @@ from ._backend import (
     NoValuesError,
     TapeGuard,
     backend_of,
+    described,
     expand,
     frontend,
     numpys,
@@ -30,16 +31,14 @@ from ._errors import PhaseError, TapeError, message
 from ._host import HostArray, kind_of
 from ._phase import Phase, Run, thread
 from ._places import Place, where
-from ._slots import NOTHING, AutoLabel, Entry, Slot, Taken, label_of, row_counts, spoken
+from ._slots import NOTHING, ONCE, AutoLabel, Entry, Slot, Taken, label_of, row_counts, spoken
 from ._tape import (
-    ONCE,
     OUTSIDE,
     Decision,
     Region,
     Scope,
     Tape,
     check_range,
-    described,
     no_decision,
     not_a_tape,
     number_of_experts,
@@ -485,15 +484,19 @@ class TapedSlot(Slot):
                 f"the tape has nothing for layer {self.label!r}, {spoken(key)}.",
                 [("asked for at", where(place)), *held[:8]],
                 "save under the same names and scopes in the model that is recorded and the one that replays"
-                + (
-                    "."
-                    if not self._is_made
-                    else "; routing is under the name= that from_routing was given."
-                    if held
-                    else "; from_routing has none for a layer inside of another checkpointed one, and for those "
-                    "outside by their order or by the labels in layers=."
-                ),
+                + (self._routing_is(bool(held)) if self._is_made else "."),
             )
+        )
+
+    def _routing_is(self, here: bool) -> str:
+        """Where `Tape.from_routing` has put it, if it is `here` under another name or elsewhere."""
+        if here:
+            return "; routing is under the name= that from_routing was given."
+        if self.label == OUTSIDE:
+            return "; for layers that this library does not checkpoint, give from_routing regions=False."
+        return (
+            "; from_routing has none for a layer inside of another checkpointed one, and for those outside by their "
+            "order or by the labels in layers=."
         )
 
 

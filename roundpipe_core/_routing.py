@@ -17,8 +17,8 @@ from ._backend import backend_of, host_of, to_host
 from ._errors import OptionError, TapeError, message
 from ._host import DTYPES, HostArray, integers_of, itemsize_of, kind_of
 from ._replay import numbered
-from ._slots import row_counts, spoken
-from ._tape import AUTO, ONCE, OUTSIDE, Decision, Region, Tape, at_layer, integer_extremes, number_of_experts
+from ._slots import AUTO, ONCE, row_counts, spoken
+from ._tape import OUTSIDE, Decision, Region, Tape, at_layer, integer_extremes, number_of_experts
 from ._trees import flatten, paths
 from ._unrouted import refuse_blank, refuse_outside, wrong
 

@@ -14,8 +14,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ._backend import Backend, NotCopiedError, backend_of, compare, expand
+from ._backend import Backend, NotCopiedError, backend_of, compare, described, expand
 from ._errors import Flip, GradientError, SlotError, message
+from ._host import kind_of
 from ._places import Place, where
 from ._trees import Spec, flatten, paths, unflatten
 
@@ -26,14 +27,19 @@ __all__ = [
     "Key",
     "Slot",
     "Taken",
+    "decides",
     "facts_of",
     "label_of",
     "row_counts",
     "spoken",
+    "unread",
 ]
 
 Key = tuple[tuple[str, ...], str | None]
 """The scopes that were open, outermost first, and the name (None: the unnamed save)."""
+
+ONCE = "recompute_once("  # names begin so where a frontend saved by itself, and not a tuple of arguments
+AUTO = "auto "
 
 NOTHING: Any = object()
 """Stands for data that a layer did not decide itself."""
@@ -90,6 +96,12 @@ class Entry:
     def value(self, run: Any, data: Any) -> Any:
         """What `run` gets in place of `data`, which it has decided itself (or `NOTHING`)."""
         return self.restore()
+
+    def decides(self) -> bool:
+        """Whether it may lead the layer one way or the other."""
+        leaves: list[Any] = []
+        flatten(self.restore(), leaves, expand)
+        return any(map(decides, leaves))
 
     def nbytes(self) -> int:
         """Bytes of the arrays kept."""
@@ -286,6 +298,22 @@ def spoken(key: Key) -> str:
 def facts_of(saves: Iterable[tuple[Key, Place]]) -> list[tuple[str, str]]:
     """Saves, for a message: the first few."""
     return [(f"saves {spoken(key)}", where(place)) for key, place in itertools.islice(saves, 8)]
+
+
+def decides(leaf: Any) -> bool:
+    """Whether a saved value may lead a layer one way or the other. What is measured for a log is a float."""
+    return kind_of(described(leaf)[0]) not in ("float", "complex")
+
+
+def unread(layer: str, saves: Iterable[tuple[Key, Place]]) -> str:
+    """What to say of a recompute that looks at none of the decisions of its forward (R10)."""
+    return message(
+        f"layer {layer!r}: the forward saves, and the recompute reads nothing of it. What it goes on with it has "
+        "decided again.",
+        facts_of(saves),
+        "go on with what save_for_recompute returns, in both phases, (data,) = save_for_recompute(data), or read it in "
+        "the recompute, (data,) = get_recompute_data().",
+    )
 
 
 def label_of(target: Any) -> str:

@@ -15,11 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ._backend import backend_of
+from ._backend import backend_of, described
 from ._errors import OptionError, TapeError, called_here, message
 from ._host import kind_of
 from ._places import Place, where
-from ._slots import Entry, Key, Slot, spoken
+from ._slots import ONCE, Entry, Key, Slot, spoken
 from ._trees import Node, Spec, paths
 
 __all__ = [
@@ -36,8 +36,6 @@ __all__ = [
     "taken_from",
 ]
 
-ONCE = "recompute_once("  # names begin so where a frontend saved by itself, and not a tuple of arguments
-AUTO = "auto "
 OUTSIDE = "outside of layers"
 Scope = tuple[str, ...]
 
@@ -497,12 +495,6 @@ def _decision(key: Key, entry: Entry) -> Decision:
 def at_layer(layer: str) -> str:
     """The place of a decision, for a message."""
     return f"layer {layer!r}" if layer else OUTSIDE
-
-
-def described(leaf: Any) -> tuple[str, tuple[int, ...]]:
-    """Dtype and shape of an array; the type of anything else."""
-    backend = backend_of(leaf)
-    return (type(leaf).__name__, ()) if backend is None else backend.described(leaf)
 
 
 def not_a_tape(asked: str, given: Any) -> OptionError:

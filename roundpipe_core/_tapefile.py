@@ -32,14 +32,14 @@ from collections.abc import Callable, Iterable, Iterator
 from io import BytesIO, FileIO
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from ._backend import backend_of, expand, host_of, origin_of
+from ._backend import backend_of, described, expand, host_of, origin_of
 from ._errors import TapeError, message
 from ._files import Path, new_memory, opened, read_into, replacing, set_out, write_all
 from ._host import DTYPES, HostArray, itemsize_of
 from ._places import Place
 from ._safetensors import HEADER_LIMIT, FaultError, Held, parsed_json, read_header, table
 from ._slots import spoken
-from ._tape import Decision, Region, Tape, at_layer, described
+from ._tape import Decision, Region, Tape, at_layer
 from ._threads import begun, each
 from ._trees import flatten, paths
 from ._values import COUNTS_LIMIT, NESTING_LIMIT, NotHeldError, Reader, encoded, plain

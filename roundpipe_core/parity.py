@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Number
 from typing import Any, NamedTuple
 
-from ._backend import Frontend, backend_of, expand, frontend, origin_of
+from ._backend import Frontend, backend_of, described, expand, frontend, origin_of
 from ._errors import OptionError, ParityError, called_here, message
 from ._host import kind_of
 from ._replay import record
 from ._report import text_table
-from ._tape import Tape, described
+from ._tape import Tape
 from ._trees import flatten, paths, unflatten
 
 __all__ = ["Comparison", "Row", "check", "compare", "converted"]

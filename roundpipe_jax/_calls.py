@@ -260,7 +260,9 @@ class Layer(NamedTuple):
         slot = template.fill(Slot(self.label, orphan=template.orphan), saved)
         run = JaxRun(Phase.RECOMPUTE, slot, fresh=self.fresh)
         outputs, shape = split(execute(run, lambda: self.apply(arrays)))
-        run.check_use()
+        said = run.unread()
+        if said is not None:
+            raise MismatchError(said)
         return outputs, Held(Recompute(shape))
 
     def decided_again(self, template: Template, saved: Sequence[Any], arrays: Sequence[Any]) -> Any:

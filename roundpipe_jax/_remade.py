@@ -19,33 +19,32 @@ from jax.interpreters import ad, batching, mlir
 from ._jax import is_tracer, replaced, struct
 from ._programs import has_any, passed_on, subprograms, with_subprograms
 
-__all__ = ["Doubt", "Unread", "in_place_of", "reading_saved"]
+__all__ = ["Doubt", "Reads", "in_place_of", "reading_saved"]
 
 Doubt = Callable[[], Exception] | None
 """What to say if it is not known whether a value is the one that the forward saved, and the program uses it."""
 
 
-class Unread:
-    """What to say of a run that saves, and reads nothing of all that its forward saved."""
+class Reads:
+    """How a run reads what its forward saved."""
 
-    error: Callable[[], Exception]  # since the first of these
+    fault: Callable[[], Exception]  # if it reads nothing; since the first mark
 
     def __init__(self) -> None:
         self.marks = 0  # values that were handed back by a save
-        self.is_read = False  # otherwise
+        self.sure = False  # something is read otherwise
 
 
-def in_place_of(made: Sequence[Any], saved: Sequence[Any], unread: Unread, doubt: Doubt = None) -> list[Any]:
+def in_place_of(made: Sequence[Any], saved: Sequence[Any], reads: Reads, doubt: Doubt = None) -> list[Any]:
     """The arrays of `saved`, to be read in place of those that were `made` again."""
     pairs = list(zip(made, saved, strict=True)) if len(made) == len(saved) else []
     fits = [_stands_for(*pair) for pair in pairs]
-    unread.marks += sum(fits)
-    unread.is_read = unread.is_read or not pairs or not all(fits)
+    reads.marks += sum(fits)
+    reads.sure = reads.sure or not pairs or not all(fits)
     if not pairs:
         return list(saved)
     return [
-        _remade.bind(*pair, doubt=doubt, unread=unread) if fit else pair[1]
-        for pair, fit in zip(pairs, fits, strict=True)
+        _remade.bind(*pair, doubt=doubt, reads=reads) if fit else pair[1] for pair, fit in zip(pairs, fits, strict=True)
     ]
 
 
@@ -107,11 +106,11 @@ def _reading_saved(jaxpr: Jaxpr) -> Jaxpr:
     eqns = _made_first(eqns, {atom for atom in instead.values() if isinstance(atom, Var)})
     whole = replaced(jaxpr, eqns=eqns, outvars=list(map(read, jaxpr.outvars)))
     if marks:
-        _check(whole, saved, doubts, [(eqn.invars[0], read(eqn.outvars[0]), eqn.params["unread"]) for eqn in marks])
+        _check(whole, saved, doubts, [(eqn.invars[0], read(eqn.outvars[0]), eqn.params["reads"]) for eqn in marks])
     return whole
 
 
-def _check(jaxpr: Jaxpr, saved: set[Any], doubts: dict[Any, Any], marks: Sequence[tuple[Any, Any, Unread]]) -> None:
+def _check(jaxpr: Jaxpr, saved: set[Any], doubts: dict[Any, Any], marks: Sequence[tuple[Any, Any, Reads]]) -> None:
     """Refuse a program that uses what it made of its inputs, besides giving it to a save."""
     varying = {*jaxpr.constvars, *jaxpr.invars} - saved
     given = varying.copy()
@@ -128,11 +127,11 @@ def _check(jaxpr: Jaxpr, saved: set[Any], doubts: dict[Any, Any], marks: Sequenc
     _check_use(jaxpr, needed & (varying - given), needed, marks)
 
 
-def _check_use(jaxpr: Jaxpr, again: set[Any], needed: set[Any], marks: Sequence[tuple[Any, Any, Unread]]) -> None:
+def _check_use(jaxpr: Jaxpr, again: set[Any], needed: set[Any], marks: Sequence[tuple[Any, Any, Reads]]) -> None:
     """Refuse a program that reads nothing of what was saved, and uses a decision that it makes `again` for the save."""
-    for unread in {id(unread): unread for *_, unread in marks}.values():
-        ours = [(made, kept) for made, kept, one in marks if one is unread]
-        if unread.is_read or len(ours) != unread.marks:
+    for reads in {id(reads): reads for *_, reads in marks}.values():
+        ours = [(made, kept) for made, kept, one in marks if one is reads]
+        if reads.sure or len(ours) != reads.marks:
             continue
         if any(not isinstance(kept, Var) or kept in needed for _, kept in ours):
             continue
@@ -142,7 +141,7 @@ def _check_use(jaxpr: Jaxpr, again: set[Any], needed: set[Any], marks: Sequence[
                 behind.update(atom for atom in eqn.invars if isinstance(atom, Var))
         avals: list[Any] = [var.aval for var in behind & again]
         if any(not jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals):
-            raise unread.error()
+            raise reads.fault()
 
 
 def _made_first(eqns: Sequence[JaxprEqn], wanted: set[Var]) -> list[JaxprEqn]:

@@ -20,7 +20,7 @@ from roundpipe_core._backend import backend_of, expand
 from roundpipe_core._errors import GradientError, MismatchError, message
 from roundpipe_core._phase import Phase, Run, thread
 from roundpipe_core._places import Place, where
-from roundpipe_core._slots import NOTHING, Entry, Key, Slot, facts_of, spoken
+from roundpipe_core._slots import NOTHING, Entry, Key, Slot, decides, spoken, unread
 from roundpipe_core._trees import Spec, flatten, paths, unflatten
 
 from ._cuts import cut_off
@@ -42,7 +42,7 @@ from ._jax import (
 from ._keep import keep
 from ._names import SAVED, UPDATE
 from ._pins import pinned
-from ._remade import Doubt, Unread, in_place_of
+from ._remade import Doubt, Reads, in_place_of
 
 __all__ = [
     "JaxRun",
@@ -140,7 +140,7 @@ class NeedsTangents(StartOver):
 class JaxRun(Run):
     """One execution of a region's Python code in JAX."""
 
-    __slots__ = ("asked", "aware", "cut", "fresh", "home", "journal", "marks", "names", "narrowed", "tags", "unread")
+    __slots__ = ("asked", "aware", "cut", "fresh", "home", "journal", "marks", "names", "narrowed", "reads", "tags")
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class JaxRun(Run):
         self.names = names  # saved values are named in the program, for a checkpoint around this region
         self.journal = journal  # written by a forward that runs on values, read by one with tags
         self.marks = marks  # what is saved is marked in the program, for a tape
-        self.unread = Unread()
+        self.reads = Reads()
         self.asked = False  # whether the layer knows its phase: then its phases may differ
         self.aware: bool = isinstance(thread.run, JaxRun) and thread.run.aware  # the code so far knew its phase
         self.narrowed: list[tuple[Any, Any]] = []  # integers of a tape that the layer has in a narrower dtype
@@ -229,16 +229,10 @@ class JaxRun(Run):
         saved = super()._read(key, place, data)
         doubt = functools.partial(_doubtful, self.slot.label, key, place) if self.aware else None
         if data is NOTHING:
-            self.unread.is_read = True
-        elif not self.unread.marks:
-            self.unread.error = functools.partial(_unread, self.slot.label, list(self.slot.saves()))
-        return _in_place_of(saved if data is NOTHING else data, saved, self.unread, doubt)
-
-    def check_use(self) -> None:
-        """Refuse a recompute that has ended without a look at any decision of its forward (R10)."""
-        entries = self.slot.entries
-        if not self._seen and any(_decides(leaf) for entry in entries.values() for leaf in entry.leaves):
-            raise _unread(self.slot.label, self.slot.saves())
+            self.reads.sure = True
+        elif not self.reads.marks:
+            self.reads.fault = functools.partial(_unread, self.slot.label, list(self.slot.saves()))
+        return _in_place_of(saved if data is NOTHING else data, saved, self.reads, doubt)
 
     def told(self) -> None:
         self.aware = True
@@ -351,31 +345,19 @@ def _holds(dtype: Any, other: Any) -> bool:
     return bool(wide.min <= narrow.min and narrow.max <= wide.max)
 
 
-def _in_place_of(made: Any, saved: T, unread: Unread, doubt: Doubt) -> T:
+def _in_place_of(made: Any, saved: T, reads: Reads, doubt: Doubt) -> T:
     """`saved`, of the same structure, to be read in place of what was `made` again."""
     before: list[Any] = []
     now: list[Any] = []
     flatten(made, before, expand)
     spec = flatten(saved, now, expand)
-    unread.is_read = unread.is_read or not any(map(_decides, now))
-    handed_back: T = unflatten(spec, iter(in_place_of(before, now, unread, doubt)))
+    reads.sure = reads.sure or not any(map(decides, now))
+    handed_back: T = unflatten(spec, iter(in_place_of(before, now, reads, doubt)))
     return handed_back if any(map(is_tracer, now)) else saved
 
 
-def _decides(leaf: Any) -> bool:
-    """Whether a saved value may lead a layer one way or the other: what is measured for a log is a float."""
-    return isinstance(leaf, int) or (isinstance(leaf, jax.Array) and not is_float(leaf))
-
-
 def _unread(layer: str, saves: Iterable[tuple[Key, Place]]) -> MismatchError:
-    return MismatchError(
-        message(
-            f"layer {layer!r}: the forward saves, and the recompute reads nothing of it. What it goes on with it has "
-            "decided again.",
-            facts_of(saves),
-            "go on with what save_for_recompute returns, in both phases: (idx,) = save_for_recompute(idx).",
-        )
-    )
+    return MismatchError(unread(layer, saves))
 
 
 def _doubtful(layer: str, key: Key, place: Place) -> MismatchError:

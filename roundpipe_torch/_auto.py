@@ -26,8 +26,7 @@ from roundpipe_core import Flip
 from roundpipe_core._phase import Phase, Run, thread
 from roundpipe_core._places import Place, place_outside, where
 from roundpipe_core._replay import TapedSlot
-from roundpipe_core._slots import Key
-from roundpipe_core._tape import AUTO
+from roundpipe_core._slots import AUTO, Key
 
 from ._decisions import Decisions, Kind, argument, built_in, is_composite, mutated, name_of, watcher
 from ._errors import decided_in_compiled_code, decided_under_a_transform, other_decision, other_shape

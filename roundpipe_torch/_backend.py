@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from roundpipe_core import Tape, replay
 from roundpipe_core._backend import NotCopiedError, backend_of, expand, numpys, origin_of, register_backend, to_host
 from roundpipe_core._host import HostArray
 from roundpipe_core._replay import TapedSlot
-from roundpipe_core._trees import flatten, register_leaf, unflatten
+from roundpipe_core._trees import flatten, paths, register_leaf, unflatten
 
 from ._errors import OUT_OF_MEMORY
 from ._parts import bytes_of, held, parts_of, same_form
 
-__all__ = ["TorchBackend", "adopted", "laid_out", "strides_of", "without_gradient"]
+__all__ = ["TorchBackend", "adopted", "first_other", "laid_out", "strides_of", "without_gradient"]
 
 
 def without_gradient(function: Callable[[], Any]) -> Any:
@@ -34,6 +35,29 @@ def without_gradient(function: Callable[[], Any]) -> Any:
             torch._C._set_grad_enabled(before)
     finally:
         torch._C._set_grad_enabled(before)  # once more: an interrupt may have cut the first short
+
+
+def first_other(data: Any, saved: Any) -> str | None:
+    """The first item of `data` that is another integer, bool or index than in `saved`, where that can be seen."""
+    ours: list[Any] = []
+    theirs: list[Any] = []
+    flatten(data, ours, expand)
+    spec = flatten(saved, theirs, expand)
+    with _disable_current_modes():  # none of them is to meet an operation that the forward had not
+        pairs = zip(paths(spec), ours, theirs, strict=False)
+        return next((name for name, one, other in pairs if _decides_otherwise(one, other)), None)
+
+
+def _decides_otherwise(one: Any, other: Any) -> bool:
+    if isinstance(one, bool) and isinstance(other, bool):
+        return one is not other
+    if type(one) is not torch.Tensor or type(other) is not torch.Tensor:
+        return False
+    if one.layout is not torch.strided or one.is_meta or one.is_floating_point() or one.is_complex():
+        return False
+    if one.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    return one.shape != other.shape or (one.device == other.device and not torch.equal(one, other))
 
 
 class TorchBackend:

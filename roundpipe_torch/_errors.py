@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointError
 from roundpipe_core import MismatchError, MutationError, OptionError, RoundPipeError, SlotError
 from roundpipe_core._errors import called_here, message
 from roundpipe_core._places import Place, pass_over, place_outside, where
-from roundpipe_core._slots import label_of
+from roundpipe_core._slots import Key, label_of, spoken
 
 __all__ = [
     "OUT_OF_MEMORY",
@@ -51,6 +51,7 @@ __all__ = [
     "other_shape",
     "outside_changed",
     "ran_uncompiled",
+    "saved_in_vain",
     "saved_inside_torchs",
     "sharded_inside",
     "started_inside",
@@ -257,7 +258,20 @@ def other_decision(
             f"layer {layer!r}: the phases do not decide in the same order; they part at decision {number}.",
             [("forward", told(forward)), ("recompute", told(recompute))],
             "something that `auto` does not see led the recompute another way (Python state, numpy, a cache that the "
-            "forward filled): give it to recompute_once(function, ...) or save_for_recompute.",
+            "forward filled): give it to recompute_once(function, ...) or save_for_recompute. In a replay of an "
+            "engine's routing, leave auto out: enable(model, auto=False).",
+        )
+    )
+
+
+def saved_in_vain(layer: str, key: Key, item: str, place: Place) -> CheckpointMismatchError:
+    """A layer goes on with what it decided again, and drops what `save_for_recompute` gives it."""
+    return CheckpointMismatchError(
+        message(
+            f"layer {layer!r}, {spoken(key)}: item {item} is decided otherwise now, and what save_for_recompute "
+            "returns is not used.",
+            [("saved again at", where(place))],
+            "go on with what it returns: (data,) = save_for_recompute(data).",
         )
     )
 

@@ -555,6 +555,8 @@ class _Recompute:
         """The layer has returned: match what is alive now."""
         frame, trace = self.frame, self.trace
         compare = frame._options.compare
+        if frame.returned:
+            self._run.refuse_unread()
         trace.finished()
         self._match(frame.needed(), compare, outputs)
         if self._incomplete():  # a reference cycle may keep what a phase dropped

@@ -289,6 +289,7 @@ class _Region:
                 run.begin()
                 with Resting(self.hooked, self.function, (*tensors, *self.leaves), {}):
                     leaves = self.context.copy().run(self._run, run, *self._rebuilt(tensors))
+                run.refuse_unread()
                 self.expected = self._expected() if self.closed and self.trace.told_at < 0 else ()
             relaid = other_layout(self.trace, trace)
             if relaid is not None and run.drew():

@@ -15,9 +15,9 @@ from roundpipe_core._places import Place
 from roundpipe_core._replay import TapedSlot
 from roundpipe_core._slots import NOTHING, Entry, Key, Slot
 
-from ._backend import adopted, without_gradient
+from ._backend import adopted, first_other, without_gradient
 from ._buffers import Buffers, Moved
-from ._errors import saved_inside_torchs, tensor_changed
+from ._errors import CheckpointMismatchError, saved_in_vain, saved_inside_torchs, tensor_changed
 from ._hooks import Hooked
 from ._keep import keep
 from ._matching import Trace, region_codes
@@ -96,6 +96,18 @@ class TorchRun(Run):
             self.trace.told()
         if self._outer is not None:  # what the layer inside does with the answer may show in what it returns
             self._outer.told()
+
+    def dropped(self, key: Key, data: tuple[Any, ...], saved: tuple[Any, ...], place: Place) -> None:
+        if transformed() is None:
+            item = self._decide(lambda: first_other(data, saved))
+            if item is not None:
+                raise saved_in_vain(self.slot.label, key, item, place)
+
+    def refuse_unread(self) -> None:
+        """The layer has returned: it should have read what was saved."""
+        said = self.unread()
+        if said is not None:
+            raise CheckpointMismatchError(said)
 
     def keep(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> Any:
         self._leave_out()

@@ -186,6 +186,12 @@ def test_a_label_that_no_layer_has_is_told(automatic: bool) -> None:
         layer(label, lambda: None)
 
 
+def test_layers_that_are_not_checkpointed_are_told_to_who_gives_routing_to_regions() -> None:
+    way_out = r"for layers that this library does not checkpoint, give from_routing regions=False\.$"
+    with pytest.raises(TapeError, match=way_out), replay(Tape.from_routing(routing(layers=1), experts=8)):
+        save_for_recompute(np.zeros((5, 2), "int64"))
+
+
 def test_who_names_no_layers_is_told_to_where_some_do_not_route() -> None:
     way_out = r"one forward for one; if some checkpointed layers do not route, from_routing has to be given layers=\.$"
     with pytest.raises(TapeError, match=way_out), replay(Tape.from_routing(routing(layers=1), experts=8)):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from roundpipe_torch import (
+    CheckpointMismatchError,
     GradientError,
     MutationError,
     SlotError,
@@ -19,9 +20,12 @@ from roundpipe_torch import (
     get_recompute_data,
     layer_scope,
     recompute_once,
+    record,
     remat,
+    replay,
     save_for_recompute,
 )
+from tests.said import said
 
 
 def ones(*shape: int) -> torch.Tensor:
@@ -482,3 +486,92 @@ def test_inputs_kept_by_a_node_as_in_torch_before_saved_tensors(monkeypatch):
     w.add_(1)
     with pytest.raises(MutationError, match="input was changed in place"):
         y.sum().backward()
+
+
+# R10
+
+
+class Moving:
+    """Decides otherwise in each run. The ways of saving that let a recompute go on with its own decision."""
+
+    def __init__(self, way: str) -> None:
+        self.way, self.runs = way, 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        rows = torch.arange(2) + self.runs
+        if self.way == "guarded":
+            if not doing_recompute():
+                save_for_recompute(rows)
+        else:
+            save_for_recompute(rows, name="rows")
+        return x[rows].exp()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_recompute_that_reads_nothing_of_what_was_saved_is_an_error(use_reentrant) -> None:
+    y = remat(Moving("guarded"), label="guarded", use_reentrant=use_reentrant)(ones(4, 2))
+    with pytest.raises(CheckpointMismatchError) as caught:
+        y.sum().backward()
+    assert said(caught.value, __file__, "saves the unnamed slot") == [
+        "layer 'guarded': the forward saves, and the recompute reads nothing of it. What it goes on with it has "
+        "decided again.",
+        "  way out: go on with what save_for_recompute returns, in both phases, (data,) = save_for_recompute(data), or "
+        "read it in the recompute, (data,) = get_recompute_data().",
+    ]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_save_whose_result_is_dropped_is_an_error_where_the_recompute_decides_otherwise(use_reentrant) -> None:
+    y = remat(Moving("dropped"), label="dropped", use_reentrant=use_reentrant)(ones(4, 2))
+    with pytest.raises(CheckpointMismatchError) as caught:
+        y.sum().backward()
+    assert said(caught.value, __file__, "saved again at") == [
+        "layer 'dropped', slot 'rows': item [0] is decided otherwise now, and what save_for_recompute returns "
+        "is not used.",
+        "  way out: go on with what it returns: (data,) = save_for_recompute(data).",
+    ]
+
+
+def test_a_replay_is_not_ignored_by_a_save_whose_result_is_dropped() -> None:
+    layer = remat(Moving("dropped"), label="dropped")
+    with torch.no_grad(), record() as tape:
+        layer(ones(4, 2))
+    with pytest.raises(CheckpointMismatchError, match="is not used"), replay(tape):
+        layer(ones(4, 2))
+
+
+def test_results_may_be_dropped_that_agree_or_are_read_later_or_are_no_decision() -> None:
+    def layer(x):
+        rows = torch.arange(2) + (2 if doing_recompute() else 0)
+        save_for_recompute(torch.arange(3), name="agrees")
+        save_for_recompute(x.detach() + rows.sum(), name="scores")
+        save_for_recompute(rows)
+        if doing_recompute():
+            (rows,) = get_recompute_data()
+        return x[rows].exp()
+
+    x = ones(4, 2)
+    remat(layer)(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad[:, 0].nonzero().flatten().tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_is_saved_for_a_log_need_not_be_read(offload) -> None:
+    def layer(x):
+        if not doing_recompute():
+            save_for_recompute(x.detach().mean(), 0.5, offload=offload)
+        return x.exp().exp()
+
+    remat(layer)(ones(4)).sum().backward()
+
+
+def test_a_save_that_nothing_in_backward_depends_on_need_not_be_read() -> None:
+    def layer(x):
+        y = x.exp()
+        if not doing_recompute():
+            save_for_recompute(3)  # for a tape
+        return y
+
+    remat(layer)(ones(4)).sum().backward()
