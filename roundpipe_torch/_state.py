@@ -114,15 +114,15 @@ class Visit:
     __slots__ = ("_met", "_nested")
 
     _inside: ClassVar[set[int]] = set()
-    _meetings: ClassVar[int] = 0
+    _meeting: ClassVar[object] = None  # the last one; each is new, so that threads which note one at once lose none
 
     def __init__(self) -> None:
         me, inside = _this_thread(), Visit._inside
         self._nested = me in inside and thread.run is not None
-        self._met = Visit._meetings  # before this one
+        self._met = Visit._meeting  # before this one
         inside.add(me)
         if len(inside) > 1:
-            Visit._meetings += 1
+            Visit._meeting = object()
 
     @staticmethod
     def inside() -> bool:
@@ -143,7 +143,7 @@ class Visit:
         """Leave; whether another thread was inside meanwhile."""
         if not self._nested:
             Visit._inside.discard(_this_thread())
-        return self._met != Visit._meetings
+        return self._met is not Visit._meeting
 
     @staticmethod
     def forked() -> None:
