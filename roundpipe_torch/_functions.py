@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ._views import PLAIN
+from ._views import PLAIN, storage_of
 
 __all__ = ["let_functions_read_weights_back"]
 
@@ -33,17 +33,20 @@ def let_functions_read_weights_back() -> None:
 
 def _may_stand_in(tensor: Any) -> bool:
     """Whether it may have been made by autograd in the place of a leaf. Those it makes are of no other class."""
-    return type(tensor) is torch.Tensor and tensor.requires_grad and tensor.is_leaf
+    return type(tensor) is torch.Tensor and tensor.requires_grad and tensor.is_leaf and _has_memory(tensor)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return type(tensor) in PLAIN and tensor.layout is torch.strided and not wrapped
 
 
 def _itself(tensor: torch.Tensor, leaves: list[torch.Tensor]) -> torch.Tensor:
     """The one among `leaves` that `tensor` is."""
-    try:
-        found = [leaf for leaf in leaves if type(leaf) in PLAIN and _traits(leaf) == _traits(tensor)]
-    except RuntimeError:  # a sparse one, or one that a transform has wrapped
-        return tensor
+    found = [leaf for leaf in leaves if _has_memory(leaf) and _traits(leaf) == _traits(tensor)]
     return found[0] if len(found) == 1 else tensor
 
 
 def _traits(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.stride(), tensor.shape, tensor.dtype, tensor.device, tensor._version
+    place = storage_of(tensor), tensor.storage_offset(), tensor.stride(), tensor.shape
+    return *place, tensor.dtype, tensor.device, tensor._version
