@@ -25,6 +25,7 @@ from roundpipe_core._phase import Phase, thread
 from roundpipe_core._slots import Slot
 from roundpipe_core._trees import Spec, flatten, unflatten
 
+from ._backend import without_gradient
 from ._before import Before
 from ._buffers import Buffers, copies, not_misled, settle, states_of
 from ._errors import (
@@ -203,8 +204,7 @@ class _Region:
         own = {id(tensor) for tensor in tensors}
         self.known = [weakref.ref(leaf) for leaf in behind or ()]
         self.closed = [weakref.ref(leaf) for leaf in behind or () if id(leaf) not in own]
-        with torch.no_grad():
-            given = [(_like(output), output.requires_grad) for output in outputs]
+        given = without_gradient(lambda: [(_like(output), output.requires_grad) for output in outputs])
         if behind is not None and self.trace.told_at < 0:  # else the recompute may need more
             known = {id(leaf) for leaf in behind}
             self.idle = [

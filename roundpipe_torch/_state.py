@@ -525,17 +525,23 @@ class Ambient:
     @contextlib.contextmanager
     def _after(self, now: Ambient, autocast: bool) -> Iterator[None]:
         (_, _, compiler, *values), (_, _, compiler_now, *values_now) = self._found, now._found
-        with contextlib.ExitStack() as stack:
-            if values != values_now:
-                stack.callback(_apply, values_now)
-                _apply(values)
-            if autocast:
-                for device in _AUTOCAST_DEVICES:
-                    stack.enter_context(torch.autocast(device, enabled=False))
-                for device, enabled, dtype, cache in self._autocast:
-                    stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype, cache_enabled=cache))
-            if self._device != now._device:
-                stack.enter_context(self._device or torch.device("cpu"))
-            if compiler is not compiler_now:
-                stack.enter_context(_Compiling(compiler))
-            yield
+        stack = contextlib.ExitStack()
+        try:
+            try:
+                if values != values_now:
+                    stack.callback(_apply, values_now)
+                    _apply(values)
+                if autocast:
+                    for device in _AUTOCAST_DEVICES:
+                        stack.enter_context(torch.autocast(device, enabled=False))
+                    for device, enabled, dtype, cache in self._autocast:
+                        stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype, cache_enabled=cache))
+                if self._device != now._device:
+                    stack.enter_context(self._device or torch.device("cpu"))
+                if compiler is not compiler_now:
+                    stack.enter_context(_Compiling(compiler))
+                yield
+            finally:
+                stack.close()
+        finally:
+            stack.close()  # once more: an interrupt may have come before the first

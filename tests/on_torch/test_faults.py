@@ -238,10 +238,18 @@ class Hooking(nn.Module):
         return nn.functional.dropout(x, 0.5) * self.calls.clone()
 
 
+OF_ONE_ENGINE = {"_call": checkpoint, "_Recompute.run": checkpoint, "_Region._given": reentrant}
+
+
+@pytest.mark.parametrize("way", ENGINES)
 @pytest.mark.parametrize(
-    "function", ["_call", "Resting.__enter__", "_Recompute.run", "Buffers.put_back", "Modes.put_back", "Modes._swapped"]
-)
-def test_an_interrupt_where_something_is_put_in_or_taken_out_leaves_all_as_it_was(function):
+    "function",
+    [
+        "Resting.__enter__", "Buffers.put_back", "Modes.put_back", "Modes._swapped", "Ambient._after",
+        *OF_ONE_ENGINE,
+    ],
+)  # fmt: skip
+def test_an_interrupt_where_something_is_put_in_or_taken_out_leaves_all_as_it_was(function, way):
     """At each line there, as the lines of a whole step are too many to try them all."""
 
     class Inside(At):
@@ -250,7 +258,8 @@ def test_an_interrupt_where_something_is_put_in_or_taken_out_leaves_all_as_it_wa
 
     def step():
         found[:] = [torch.ones(8, requires_grad=True)]
-        y = checkpoint(net.train(), found[0])
+        with torch.autocast("cpu", torch.bfloat16):
+            y = way(net.train(), found[0])
         torch.rand(())
         found.extend([net.eval().calls, torch.get_rng_state()])
         y.sum().backward()
@@ -259,6 +268,7 @@ def test_an_interrupt_where_something_is_put_in_or_taken_out_leaves_all_as_it_wa
     step()
     with Inside(-1) as every:
         step()
+    assert (every.seen > 0) is (OF_ONE_ENGINE.get(function, way) is way)
     clean = left_behind()
     for n in range(1, every.seen + 1):
         with pytest.raises(KeyboardInterrupt), Inside(n):
