@@ -204,7 +204,7 @@ class _Region:
         own = {id(tensor) for tensor in tensors}
         self.known = [weakref.ref(leaf) for leaf in behind or ()]
         self.closed = [weakref.ref(leaf) for leaf in behind or () if id(leaf) not in own]
-        given = without_gradient(lambda: [(_like(output), output.requires_grad) for output in outputs])
+        given = without_gradient(partial(_without_graph, outputs))
         if behind is not None and self.trace.told_at < 0:  # else the recompute may need more
             known = {id(leaf) for leaf in behind}
             self.idle = [
@@ -533,6 +533,11 @@ def _accumulates(node: Any) -> bool:
 
 _may_accumulate: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 """Whether the backward that runs is one that accumulates, not torch.autograd.grad or backward(inputs=...)."""
+
+
+def _without_graph(outputs: list[torch.Tensor]) -> list[tuple[torch.Tensor, bool]]:
+    """Each, and whether it needs a gradient."""
+    return [(_like(output), output.requires_grad) for output in outputs]
 
 
 def _like(output: torch.Tensor) -> torch.Tensor:
