@@ -629,6 +629,27 @@ def test_backward_on_another_thread():
     agree(scenario)
 
 
+@pytest.mark.parametrize("way", ENGINES)
+def test_backward_of_one_graph_on_many_threads_at_once(way):
+    def scenario(way):
+        x, w, source = leaf(T, D), leaf(D, D, seed=1), Source()
+        y = way(lambda x: torch.tanh(x @ w) * decided(lambda: source.integers(5, T, 1)), x).square().sum()
+        start, found = threading.Barrier(4), {}
+
+        def ask(n):
+            start.wait(timeout=20)
+            found[n] = [torch.autograd.grad(y, (x, w), retain_graph=True) for _ in range(3)]
+
+        threads = [threading.Thread(target=ask, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [found.get(n) for n in range(4)], source.asked
+
+    agree(scenario, way)
+
+
 def test_dropout_in_threads_is_right_or_refused():
     outcomes, barrier = [], threading.Barrier(2)
 
