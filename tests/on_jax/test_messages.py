@@ -1,7 +1,6 @@
 """Every error of the JAX frontend, line by line."""
 
 import functools
-import math
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +256,7 @@ OPTIONS = {
         ],
     ),
     "argnames of another layer": (
-        lambda: remat(math.hypot, static_argnames="x") and remat(sorted, static_argnames=("key", "revers")),
+        lambda: remat(iter, static_argnames="x") and remat(sorted, static_argnames=("key", "revers")),
         [
             "layer 'sorted': static_argnames names 'revers', which it does not take.",
             "  it takes: iterable, key, reverse",
