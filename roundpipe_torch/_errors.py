@@ -220,15 +220,15 @@ def given_once(layer: str, error: RuntimeError) -> CheckpointMismatchError:
     )
 
 
-def drawn_in_a_crowd(layer: str) -> CheckpointMismatchError:
+def drawn_in_a_crowd(layer: str, generator: str) -> CheckpointMismatchError:
     """Draws from a generator that another thread used meanwhile (R7)."""
     return CheckpointMismatchError(
         message(
             f"layer {layer!r}: draws random numbers while another thread is inside a checkpointed layer too. The "
-            "threads share one default generator, so the recompute cannot draw what the forward drew.",
+            f"threads share one {generator}, so the recompute cannot draw what the forward drew.",
             [],
-            "draw with recompute_once(...) or save the mask, run the threads one after the other, or pass "
-            "preserve_rng_state=False if the draws need not repeat.",
+            "draw with recompute_once(...) or save the mask, give each thread a torch.Generator of its own, run the "
+            "threads one after the other, or pass preserve_rng_state=False if the draws need not repeat.",
         )
     )
 

@@ -49,7 +49,7 @@ from ._outside import Outside, Stale
 from ._ranks import collectives, keeps_graph, recompute_on_arrival, tell_rank
 from ._run import TorchRun, is_inside, is_told
 from ._selective import count_by_line
-from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, replayed
+from ._state import Ambient, DrawWatch, Generators, Met, Visit, generators_of, replayed
 from ._torchs import before_hooks, innermost, leave, unseen
 from ._transforms import Batches, batched
 from ._usage import held
@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 _NO_CONTEXT = contextlib.nullcontext()
 _NOTHING = object()
-_Attempt = Callable[["DrawWatch | None"], "tuple[_Recompute, bool]"]
+_Attempt = Callable[["DrawWatch | None"], "tuple[_Recompute, Met]"]
 
 
 class Options(NamedTuple):
@@ -123,7 +123,7 @@ class Frame:
     """Of these modules, if they have any."""
     outside: Outside | None = None
     _outputs: Any = None
-    _crowded = False
+    _crowded: Met = ()
     _arrived = -1
     """The last backward that recomputed this."""
     _vain: tuple[list[int], Trace] | None = None
@@ -178,7 +178,7 @@ class Frame:
             run.observe(self._buffers)
         if self._parcel is not None:
             run.plan, run.parcel = self._options.offload, self._parcel
-        visit = Visit() if self._generators else None
+        visit = Visit(self._generators.own) if self._generators else None
         first, before, mark = node_count(), collectives(), now()
         pack = unseen(partial(self._pack_seen, run.witnesses)) if run.witnesses else self._pack
         outputs: Any = _NOTHING
@@ -197,7 +197,8 @@ class Frame:
             raise
         finally:
             self._underway = None
-            self._crowded = visit is not None and visit.end()
+            if visit is not None:
+                self._crowded = visit.end()
         if self._modes is not None:
             settle(self._modes, self._buffers, self.trace.told_at >= 0, run.leaves_out)
         if self._generators and self._generators.missed():
@@ -294,7 +295,7 @@ class Frame:
         try:
             recompute, drew = replayed(attempt, self._generators, self._crowded)
             if drew:
-                raise drawn_in_a_crowd(self.slot.label)
+                raise drawn_in_a_crowd(self.slot.label, drew)
             if recompute.relaid >= 0 and recompute.drew:
                 raise drawn_in_another_layout(self.slot.label, self.trace.told_of(recompute.relaid))
         except BaseException:
@@ -319,8 +320,8 @@ class Frame:
 
     def _attempt(
         self, asked: Holder | None, numbers: Sequence[torch.Tensor], watch: DrawWatch | None
-    ) -> tuple[_Recompute, bool]:
-        """A recompute, and whether another thread was inside a region meanwhile."""
+    ) -> tuple[_Recompute, Met]:
+        """A recompute, and by what another thread was inside a region meanwhile."""
         if watch is not None or self._buffers is not None:  # else there was no attempt before this one,
             self._empty()  # and what it found may not stand where this one finds nothing
         recompute = _Recompute(self, asked)
@@ -434,8 +435,8 @@ class _Recompute:
         if frame.stop_at >= 0 and not frame.learns():
             self._stop_segment, self._stop_offset = frame.trace.position(frame.stop_at)
 
-    def run(self, watch: DrawWatch | None, numbers: Sequence[torch.Tensor]) -> bool:
-        """Recompute, and fill the frame's holders. Returns whether another thread was inside a region meanwhile.
+    def run(self, watch: DrawWatch | None, numbers: Sequence[torch.Tensor]) -> Met:
+        """Recompute, and fill the frame's holders. Returns by what another thread was inside a region meanwhile.
 
         Afterwards the generators go on from `numbers`.
         """
@@ -448,7 +449,7 @@ class _Recompute:
         if frame._parcel is not None:
             frame._parcel.arrive()
         args, kwargs = frame.inputs()
-        visit, tracked = Visit() if generators else None, torch.is_grad_enabled()
+        visit, tracked = Visit(generators.own) if generators else None, torch.is_grad_enabled()
         mark = now()
         try:
             torch._C._set_grad_enabled(True)
@@ -477,7 +478,7 @@ class _Recompute:
                 raise
         finally:
             torch._C._set_grad_enabled(tracked)
-            crowded = visit is not None and visit.end()
+            crowded: Met = () if visit is None else visit.end()
             if not self._hooked and now() != mark:
                 take_off(mark, frame._function, args, kwargs)
             self.drew = self.relaid >= 0 and self._run.drew()

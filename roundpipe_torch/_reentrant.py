@@ -53,7 +53,7 @@ from ._offload import Parcel
 from ._outside import Outside, Stale
 from ._ranks import is_sharded, step_is_over
 from ._run import TorchRun, is_inside, is_told, pack_plainly, unpack_plainly
-from ._state import Ambient, DrawWatch, Generators, Visit, generators_of, modules_of, replayed
+from ._state import Ambient, DrawWatch, Generators, Met, Visit, generators_of, modules_of, replayed
 from ._torchs import leave, unseen
 from ._uncompiled import run_as_it_is
 from ._usage import held
@@ -120,7 +120,7 @@ class _Region:
         self.roots, own, self.modes, self.buffers = states_of(function, leaves)
         self.generators = Generators(generators_of(function, leaves), own) if options.preserve_rng_state else None
         self.parcel = None if options.offload is None else Parcel(options.offload)
-        self.crowded: bool
+        self.crowded: Met
         self.dresses: list[Dress | None]  # of the arguments
         self.hooked: list[Hooked] = []  # tensors from before it that the forward has put hooks on
         self.located = is_told(thread.run)
@@ -145,7 +145,7 @@ class _Region:
 
         With a graph, so that a saved value's gradient shows (R5), but one that keeps nothing.
         """
-        visit, mark, begun = Visit() if self.generators else None, now(), node_count()
+        visit, mark, begun = Visit(self.generators.own) if self.generators else None, now(), node_count()
         versions, self.dresses = [*map(version_of, tensors)], [*map(dress_of, tensors)]
         ends = [(tensor.grad_fn, tensor.output_nr) for tensor in tensors]
         try:
@@ -158,7 +158,7 @@ class _Region:
                     run.plan, run.parcel = self.parcel.plan, self.parcel
                 leaves = self._run(run, args, kwargs)
         finally:
-            self.crowded = visit is not None and visit.end()
+            self.crowded = () if visit is None else visit.end()
         self.wrote = versions != [*map(version_of, tensors)]
         if self.modes is not None:
             settle(self.modes, self.buffers, self.trace.told_at >= 0, run.leaves_out)
@@ -251,14 +251,14 @@ class _Region:
             before.restore()
             raise
         if drew:
-            raise drawn_in_a_crowd(self.slot.label)
+            raise drawn_in_a_crowd(self.slot.label, drew)
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def _replay(
         self, tensors: tuple[torch.Tensor, ...], numbers: Sequence[torch.Tensor], watch: DrawWatch | None
-    ) -> tuple[list[Any], bool]:
+    ) -> tuple[list[Any], Met]:
         generators, trace = self.generators, Trace(False, self.located)
-        visit = Visit() if generators else None
+        visit = Visit(generators.own) if generators else None
         run = TorchRun(Phase.RECOMPUTE, self.slot, trace, generators)
         run.own_graph, run.witnesses = True, (trace,)
         changed: Sequence[torch.Tensor] = ()
@@ -295,7 +295,7 @@ class _Region:
             if relaid is not None and run.drew():
                 raise drawn_in_another_layout(self.slot.label, relaid)
         finally:
-            crowded = visit is not None and visit.end()
+            crowded: Met = () if visit is None else visit.end()
             if generators:
                 generators.set(numbers)
         return leaves, crowded

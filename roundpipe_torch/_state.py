@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from operator import call, eq, methodcaller
@@ -29,6 +30,7 @@ __all__ = [
     "Ambient",
     "DrawWatch",
     "Generators",
+    "Met",
     "Visit",
     "Watch",
     "default_generators",
@@ -42,6 +44,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+Met = Collection[torch.Generator | None]
+"""Generators by which another thread was inside a region meanwhile; None for the default ones."""
 
 _ACCELERATOR = torch.accelerator.current_accelerator()
 _CPU_ONLY: tuple[torch.Generator, ...] = (torch.default_generator,)
@@ -58,10 +62,10 @@ class Generators:
     The default ones come first, then those that the call itself can reach.
     """
 
-    __slots__ = ("_generators", "_own", "start")
+    __slots__ = ("_generators", "own", "start")
 
     def __init__(self, generators: tuple[torch.Generator, ...], own: tuple[torch.Generator, ...] = ()) -> None:
-        self._generators, self._own = generators + own, own
+        self._generators, self.own = generators + own, own
         self.start = self.now()
 
     def now(self) -> list[torch.Tensor]:
@@ -86,7 +90,7 @@ class Generators:
     def missed(self) -> bool:
         """Whether the accelerator was started since, so that its generators are not among these."""
         return (
-            _ACCELERATOR is not None and len(self._generators) == 1 + len(self._own) and _started_backend() is not None
+            _ACCELERATOR is not None and len(self._generators) == 1 + len(self.own) and _started_backend() is not None
         )
 
 
@@ -108,21 +112,24 @@ _this_thread = threading.get_ident
 class Visit:
     """Notices when two threads are inside regions at once, where one default generator serves both.
 
+    So it does for each generator of the user's that regions of both reach.
+
     Threads are kept by identity, so that a visit which a keyboard interrupt cut short ends with the next one.
     """
 
-    __slots__ = ("_met", "_nested")
+    __slots__ = ("_met", "_nested", "_own")
 
     _inside: ClassVar[set[int]] = set()
     _meeting: ClassVar[object] = None  # the last one; each is new, so that threads which note one at once lose none
 
-    def __init__(self) -> None:
+    def __init__(self, own: Collection[torch.Generator]) -> None:
         me, inside = _this_thread(), Visit._inside
         self._nested = me in inside and thread.run is not None
         self._met = Visit._meeting  # before this one
         inside.add(me)
         if len(inside) > 1:
             Visit._meeting = object()
+        self._own: list[_Stay] | tuple[()] = [*map(_Stay, own)] if own else ()
 
     @staticmethod
     def inside() -> bool:
@@ -132,23 +139,63 @@ class Visit:
     @staticmethod
     def leave() -> None:
         """This thread is inside no more."""
-        Visit._inside.discard(_this_thread())
+        for inside in Visit._everywhere():
+            inside.discard(_this_thread())
 
     @staticmethod
     def others() -> bool:
         """Whether another thread is inside now."""
         return len(Visit._inside) > (_this_thread() in Visit._inside)
 
-    def end(self) -> bool:
-        """Leave; whether another thread was inside meanwhile."""
+    def end(self) -> Met:
+        """Leave; the generators by which another thread was inside meanwhile."""
         if not self._nested:
             Visit._inside.discard(_this_thread())
-        return self._met is not Visit._meeting
+        met = [stay.generator for stay in self._own if stay.end()] if self._own else ()
+        return () if self._met is Visit._meeting else (None, *met)
 
     @staticmethod
     def forked() -> None:
         """In the child of a fork, where the other threads are no more."""
-        Visit._inside.intersection_update({_this_thread()})
+        for inside in Visit._everywhere():
+            inside.intersection_update({_this_thread()})
+
+    @staticmethod
+    def _everywhere() -> list[set[int]]:
+        return [Visit._inside, *(room.inside for room in _rooms.values())]
+
+
+class _Room:
+    """Threads that are inside regions which reach one generator of the user's."""
+
+    __slots__ = ("inside", "meeting")
+
+    def __init__(self) -> None:
+        self.inside: set[int] = set()
+        self.meeting: object = None
+
+
+_rooms: weakref.WeakKeyDictionary[torch.Generator, _Room] = weakref.WeakKeyDictionary()
+
+
+class _Stay:
+    """Of a visit, by one of these generators."""
+
+    __slots__ = ("_met", "_nested", "_room", "generator")
+
+    def __init__(self, generator: torch.Generator) -> None:
+        me, room = _this_thread(), _rooms.setdefault(generator, _Room())
+        self.generator, self._room = generator, room
+        self._nested, self._met = me in room.inside, room.meeting
+        room.inside.add(me)
+        if len(room.inside) > 1:
+            room.meeting = object()
+
+    def end(self) -> bool:
+        """Leave; whether another thread was inside meanwhile."""
+        if not self._nested:
+            self._room.inside.discard(_this_thread())
+        return self._met is not self._room.meeting
 
 
 if hasattr(os, "register_at_fork"):
@@ -172,35 +219,52 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class DrawWatch(Watch):  # type: ignore[no-untyped-call]
-    """Notices draws from default generators."""
+    """Notices draws, and from what."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.drew = False
+        self.drawn: set[int] = set()
+        """By what is the same in all Python objects of one; 0 for the default ones."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.drew and torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags:
             given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-            self.drew = given.get("generator") is None and given.get("dropout_p") != 0.0
+            if given.get("dropout_p") != 0.0:
+                self.drawn.add(_identity(given.get("generator")))
         return func(*args, **kwargs)
 
 
 def replayed(
-    attempt: Callable[[DrawWatch | None], tuple[T, bool]], generators: Generators | None, crowded: bool
-) -> tuple[T, bool]:
-    """Recompute by `attempt`, and tell whether it drew what another thread may have drawn from too.
+    attempt: Callable[[DrawWatch | None], tuple[T, Met]], generators: Generators | None, crowded: Met
+) -> tuple[T, str]:
+    """Recompute by `attempt`, and tell from what it drew that another thread may have drawn from too.
 
-    `attempt` gives its result and whether another thread was inside meanwhile; `crowded` tells that of the forward.
+    `attempt` gives its result and by what it met another thread; `crowded` tells that of the forward.
     """
     if generators is None:  # it need not draw what its forward drew
-        return attempt(None)[0], False
+        return attempt(None)[0], ""
     watch = DrawWatch() if crowded or Visit.others() else None
     result, met = attempt(watch)
     if met and watch is None:  # another thread came in meanwhile: look again, more closely
-        watch = DrawWatch()
-        result, _ = attempt(watch)
-    return result, watch is not None and watch.drew
+        watch, before = DrawWatch(), met
+        result, met = attempt(watch)
+        met = {*met, *before}
+    if watch is None:
+        return result, ""
+    if 0 in watch.drawn:
+        return result, "default generator"
+    return result, "" if watch.drawn.isdisjoint(map(_identity, {*crowded, *met})) else "torch.Generator"
+
+
+def _identity(generator: torch.Generator | None) -> int:
+    """Operations get another object than their caller has."""
+    number, *defaults = map(_number, (generator, *default_generators()))
+    return 0 if number in defaults else number
+
+
+def _number(generator: Any) -> int:
+    return 0 if generator is None else int(generator._cdata)
 
 
 def _started_backend() -> Any:

@@ -244,27 +244,37 @@ def fails_inside(x):
     "before", [lambda x: None, lambda x: checkpoint(torch.sin, x), fails_inside], ids=["", "region", "failing region"]
 )
 @pytest.mark.parametrize("met", ["forward", "recompute"])
-def test_two_threads_that_draw_are_told_rather_than_given_other_masks(met, before, use_reentrant) -> None:
+@pytest.mark.parametrize("source", ["default generator", "torch.Generator", "its own"])
+def test_two_threads_that_draw_are_told_rather_than_given_other_masks(source, met, before, use_reentrant) -> None:
     """The default generator is one for all threads: what was drawn between two draws cannot be known."""
 
     def told() -> list[str]:
         came, inside, errors = threading.Condition(), set(), []
+        shared = torch.Generator() if source == "torch.Generator" else None
         number = [1]  # of threads that meet
 
-        def layer(x):
+        def layer(x, generator, note):
             before(x)
             with came:
                 inside.add(threading.get_ident())
                 came.notify_all()
                 assert came.wait_for(lambda: len(inside) >= number[0], 10)
-            return F.dropout(x, 0.5).exp()
+            mask = torch.bernoulli(torch.full_like(x, 0.5), generator=generator)
+            note(mask)
+            return (x * mask).exp()
 
-        def backward(y):
+        def forward(masks):
+            generator = torch.Generator() if source == "its own" else shared
+            return checkpoint(layer, leaf(), generator, masks.append, use_reentrant=use_reentrant), masks
+
+        def backward(y, masks):
             for _ in range(1 + (met == "forward")):  # what the first recompute made, a second backward may not take
                 try:
                     y.sum().backward(retain_graph=True)
                 except MismatchError as error:
                     errors.append(str(error))
+            assert len(masks) > 1
+            assert source != "its own" or all(mask.equal(masks[0]) for mask in masks)
 
         def twice(work, together):
             """Alone, or so that the first is inside, behind its inner region, when the second comes."""
@@ -282,16 +292,18 @@ def test_two_threads_that_draw_are_told_rather_than_given_other_masks(met, befor
                 thread.join()
 
         regions = {}
-        forward = functools.partial(checkpoint, layer, leaf(), use_reentrant=use_reentrant)
-        twice(lambda n: regions.update({n: forward()}), met == "forward")
-        twice(lambda n: backward(regions[n]), met == "recompute")
+        twice(lambda n: regions.update({n: forward([])}), met == "forward")
+        twice(lambda n: backward(*regions[n]), met == "recompute")
         return errors
 
     for _ in range(2):  # also when it is not the first time
         errors = told()
-        assert len(errors) == 2 + 2 * (met == "forward")
+        assert len(errors) == (0 if source == "its own" else 2 + 2 * (met == "forward"))
+    if source == "its own":
+        return
     first, _, way_out = errors[0].partition("\n")
     assert "draws random numbers while another thread is inside a checkpointed layer too" in first
+    assert f"The threads share one {source}," in first
     assert "recompute_once" in way_out
     assert "preserve_rng_state=False" in way_out
 
