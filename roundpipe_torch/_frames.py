@@ -40,7 +40,7 @@ from ._errors import (
     tensor_changed,
 )
 from ._hooks import Hooked, Resting, left_since, now, take_off
-from ._inputs import Inputs, Retaining, restored
+from ._inputs import Inputs, restored
 from ._keep import forget_with
 from ._matching import Leaf, Pairs, Trace, cheap_tail, match, match_aligned, node_count, node_names, region_codes
 from ._modes import Modes
@@ -152,10 +152,8 @@ class Frame:
         self.slot = slot
         outer = thread.run
         self._parcel = None if options.offload is None else Parcel(options.offload)
-        self._replaced = self._parcel is not None or innermost(False) is not None
-        self._inputs: Inputs | Retaining
         if self._parcel is None:
-            self._inputs = Inputs(args, kwargs, self._replaced)
+            self._inputs = Inputs(args, kwargs, innermost(False) is not None)
         else:
             with _NO_CONTEXT if isinstance(outer, TorchRun) else self._parcel.inputs():
                 self._inputs = Inputs(args, kwargs, True)
@@ -222,8 +220,6 @@ class Frame:
             self.runs_out = cheap_tail(self._function, outputs, self.trace.number(stop_at))
         if not self._verified and phase is FORWARD:
             self._outputs = Audit.copy(outputs)
-        if self._replaced:  # the recompute gets others in the place of its arguments
-            self._inputs = Retaining.among(self._inputs, args, kwargs)
         self.returned = True
         if outermost:
             held(self.slot, args, kwargs, self._parcel)

@@ -23,16 +23,17 @@ from roundpipe_core._slots import Slot
 from roundpipe_core._trees import LEAF, Spec, flatten, unflatten
 
 from ._errors import given_once, input_changed
-from ._views import PLAIN, Dress, dress_of, dressed
+from ._views import PLAIN, dress_of, dressed, version_of
 
 __all__ = [
     "Inputs",
-    "Retaining",
+    "Original",
     "SavedTensor",
     "as_it_was",
     "as_now",
     "line_up",
     "opened",
+    "repeated",
     "restored",
     "save_tensor",
     "tensors_in",
@@ -162,12 +163,13 @@ class Inputs:
     around the region see them, and an outer region does not keep them alive.
     """
 
-    __slots__ = ("_dresses", "_kept", "_names", "_plain", "_positional", "_specs", "_trained")
+    __slots__ = ("_kept", "_names", "_originals", "_plain", "_positional", "_repeated", "_specs", "_trained")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], hooked: bool) -> None:
         """`hooked`: hooks for saved tensors are around, so that others will come in the place of these."""
         self._specs: tuple[Spec, ...] | None = None
-        self._dresses: list[Dress | None] | None = None
+        self._originals: list[Original | None] | None = None
+        self._repeated: dict[int, int] = {}
         self._names, self._positional = tuple(kwargs), len(args)
         leaves: Sequence[Any] = (*args, *kwargs.values())
         self._plain = PLAIN.issuperset(map(type, leaves))  # no containers, and no tensors that hold others
@@ -175,7 +177,7 @@ class Inputs:
             self._kept = [*map(save_tensor, leaves, repeat(False))]
             self._trained = [*map(_trained, leaves)]
             if hooked:
-                self._dresses = [*map(dress_of, leaves)]
+                self._originals, self._repeated = [*map(Original, leaves)], repeated(leaves)
             return
         opened: list[Any] = []
         specs = tuple(flatten(value, opened) for value in leaves)
@@ -184,7 +186,8 @@ class Inputs:
         self._kept = [save_tensor(leaf, False) if isinstance(leaf, torch.Tensor) else as_now(leaf) for leaf in opened]
         self._trained = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in opened]
         if hooked:
-            self._dresses = [dress_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in opened]
+            self._originals = [Original(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in opened]
+            self._repeated = repeated(opened)
 
     def restore(self) -> tuple[list[Any], dict[str, Any]]:
         """The arguments, in new containers."""
@@ -197,8 +200,11 @@ class Inputs:
                 _with_gradient(leaf.unpack(), trained) if isinstance(leaf, SavedTensor) else as_it_was(leaf)
                 for leaf, trained in zip(self._kept, self._trained, strict=True)
             ]
-        if self._dresses is not None:
-            leaves = [*map(dressed, leaves, self._dresses)]
+        if self._originals is not None:
+            both = zip(self._originals, leaves, strict=True)
+            leaves = [leaf if original is None else original.or_else(leaf) for original, leaf in both]
+            for n, before in self._repeated.items():
+                leaves[n] = leaves[before]
         if self._specs is not None:
             rest = iter(leaves)
             leaves = [unflatten(spec, rest) for spec in self._specs]
@@ -207,36 +213,49 @@ class Inputs:
         return leaves[: self._positional], dict(zip(self._names, leaves[self._positional :], strict=True))
 
 
-class Retaining:
-    """The arguments of a region, some of which keep their gradient. The recompute gets those, while they live.
+class Original:
+    """An argument, in whose place hooks or the second engine have another tensor.
 
-    A node keeps its gradient for one tensor. If the layer asks for that again, it may not be for another.
+    A recompute gets the very one where that can be: a layer may know it by identity, and a node keeps its gradient for
+    one tensor (`retain_grad`).
     """
 
-    __slots__ = ("_inputs", "_retaining")
+    __slots__ = ("_dress", "_reference", "_then", "is_leaf")
 
-    def __init__(self, inputs: Inputs | Retaining, retaining: list[tuple[int, ref[torch.Tensor], int]]) -> None:
-        self._inputs, self._retaining = inputs, retaining
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._reference, self._then, self._dress = ref(tensor), _traits(tensor), dress_of(tensor)
+        self.is_leaf = tensor.is_leaf
 
-    @classmethod
-    def among(cls, inputs: Inputs | Retaining, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | Retaining:
-        """`inputs`, or this in its place, where `args` and `kwargs` are what the region was called with."""
-        leaves: list[Any] = []
-        flatten((args, kwargs), leaves)
-        retaining = ((n, leaf) for n, leaf in enumerate(leaves) if getattr(leaf, "retains_grad", False))
-        found = [(n, ref(leaf), leaf._version) for n, leaf in retaining]
-        return cls(inputs, found) if found else inputs
+    def alive(self) -> torch.Tensor | None:
+        """It, if it is as it was."""
+        tensor = self._reference()
+        return tensor if tensor is not None and _traits(tensor) == self._then else None
 
-    def restore(self) -> tuple[list[Any], dict[str, Any]]:
-        """As that of `Inputs`."""
-        leaves: list[Any] = []
-        spec = flatten(self._inputs.restore(), leaves)
-        for n, reference, version in self._retaining:
-            original = reference()
-            if original is not None and original._version == version and n < len(leaves):
-                leaves[n] = original
-        args, kwargs = unflatten(spec, iter(leaves))
-        return args, kwargs
+    def dressed(self, other: torch.Tensor) -> torch.Tensor:
+        """`other`, which stands in for it."""
+        return dressed(other, self._dress)
+
+    def or_else(self, other: torch.Tensor) -> torch.Tensor:
+        """It, or else `other`."""
+        alive = self.alive()
+        return self.dressed(other) if alive is None else alive
+
+
+def repeated(leaves: Sequence[Any]) -> dict[int, int]:
+    """Which of these are the same tensor as one before, and which that is."""
+    if len({*map(id, leaves)}) == len(leaves):
+        return {}
+    first: dict[int, int] = {}
+    places = ((n, first.setdefault(id(leaf), n)) for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+    return {n: before for n, before in places if before < n}
+
+
+def _traits(tensor: torch.Tensor) -> tuple[bool, int, int]:
+    try:
+        memory = tensor.data_ptr()
+    except (NotImplementedError, RuntimeError):  # a sparse one, or one that wraps others
+        memory = 0
+    return tensor.requires_grad, version_of(tensor), memory
 
 
 _trained: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")

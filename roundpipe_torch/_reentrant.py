@@ -44,7 +44,7 @@ from ._errors import (
 )
 from ._frames import Options
 from ._hooks import Hooked, Resting, gradient_nodes, is_hooked, left_since, now
-from ._inputs import as_it_was, as_now, restored
+from ._inputs import Original, as_it_was, as_now, repeated, restored
 from ._keep import Kept, forget_with, release
 from ._leaves import gradients, leaves_behind
 from ._matching import Trace, node_count, other_layout, region_codes
@@ -57,7 +57,7 @@ from ._state import Ambient, DrawWatch, Generators, Met, Visit, generators_of, m
 from ._torchs import leave, unseen
 from ._uncompiled import run_as_it_is
 from ._usage import held
-from ._views import Dress, dress_of, dressed, version_of
+from ._views import dress_of, dressed, version_of
 
 __all__ = ["reentrant"]
 
@@ -101,9 +101,10 @@ class _Region:
     """What both directions need, but for the tensors, which autograd keeps."""
 
     __slots__ = (
-        "__weakref__", "accumulates", "ambient", "buffers", "closed", "context", "crowded", "dresses", "expected",
-        "function", "generators", "hooked", "idle", "known", "leaves", "located", "modes", "outermost", "output_leaves",
-        "output_spec", "outside", "parcel", "roots", "slot", "spec", "trace", "weights", "wrote",
+        "__weakref__", "accumulates", "ambient", "buffers", "closed", "context", "crowded", "expected", "function",
+        "generators", "hooked", "idle", "known", "leaves", "located", "modes", "originals", "outermost",
+        "output_leaves", "output_spec", "outside", "parcel", "repeated", "roots", "slot", "spec", "trace", "weights",
+        "wrote",
     )  # fmt: skip
 
     def __init__(
@@ -121,7 +122,8 @@ class _Region:
         self.generators = Generators(generators_of(function, leaves), own) if options.preserve_rng_state else None
         self.parcel = None if options.offload is None else Parcel(options.offload)
         self.crowded: Met
-        self.dresses: list[Dress | None]  # of the arguments
+        self.originals: list[Original]  # the arguments
+        self.repeated: dict[int, int]  # among them
         self.hooked: list[Hooked] = []  # tensors from before it that the forward has put hooks on
         self.located = is_told(thread.run)
         self.outermost: bool  # of the regions of this engine
@@ -146,7 +148,8 @@ class _Region:
         With a graph, so that a saved value's gradient shows (R5), but one that keeps nothing.
         """
         visit, mark, begun = Visit(self.generators.own) if self.generators else None, now(), node_count()
-        versions, self.dresses = [*map(version_of, tensors)], [*map(dress_of, tensors)]
+        versions, self.originals = [*map(version_of, tensors)], [*map(Original, tensors)]
+        self.repeated = repeated(tensors)
         ends = [(tensor.grad_fn, tensor.output_nr) for tensor in tensors]
         try:
             run = TorchRun(phase, self.slot, self.trace, self.generators, thread.run)
@@ -238,6 +241,26 @@ class _Region:
                     raise tensor_changed(self.slot.label, tensor)
         return tensors
 
+    def cut(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], set[int]]:
+        """What the recompute gets for the arguments `tensors`, and the identities of what is made for it.
+
+        Leaves are the forward's own, for a layer may know one by identity. What has a graph behind it is cut off from
+        that, once for all places where the layer has it.
+        """
+        given: list[torch.Tensor] = []
+        made: set[int] = set()
+        arguments = zip(tensors, self.originals, self.idle or repeat(False), strict=False)
+        for n, (tensor, original, idles) in enumerate(arguments):
+            if n in self.repeated:
+                given.append(given[self.repeated[n]])
+                continue
+            own = original.alive() if original.is_leaf else None
+            if own is None or (own.requires_grad and self.accumulates):
+                own = original.dressed(tensor.detach().requires_grad_(tensor.requires_grad or idles))
+                made.add(id(own))
+            given.append(own)
+        return tuple(given), made
+
     @run_as_it_is
     def replay(self, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         """The tensors of the outputs of a recompute."""
@@ -320,7 +343,7 @@ class _Region:
         if self.slot.rows is None:  # else it may be on a tape
             self.slot.let_go()
         del self.function, self.leaves, self.buffers, self.modes
-        self.dresses = []
+        self.originals = []
 
     def _rebuilt(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, in new containers."""
@@ -382,9 +405,7 @@ class _Reentrant(torch.autograd.Function):
             raise accumulates_only(region.slot.label)
         if region.parcel is not None:
             region.parcel.arrive()
-        idle = region.idle or repeat(False)
-        given = zip(region.arguments(ctx), idle, region.dresses, strict=False)
-        tensors = tuple(dressed(t.detach().requires_grad_(t.requires_grad or idles), d) for t, idles, d in given)
+        tensors, made = region.cut(region.arguments(ctx))
         begun = node_count()
         outputs = region.replay(tensors)
         _check_agreement(region.slot, grads, outputs)
@@ -398,9 +419,10 @@ class _Reentrant(torch.autograd.Function):
         nodes = [node for node, _ in ctx.next_functions[1:]]
         found: list[torch.Tensor | None] = [None] * len(nodes)
         if with_grad:
-            found = _differentiated(region, with_grad, begun, tensors, nodes)
+            found = _differentiated(region, with_grad, begun, tensors, made, nodes)
         for tensor, gradient in zip(tensors, found, strict=False):
-            tensor.grad = gradient  # for a layer that keeps its argument, to look at its gradient
+            if id(tensor) in made:
+                tensor.grad = gradient  # for a layer that keeps its argument, to look at its gradient
         if not _retains():
             region.forget()
         return found
@@ -450,6 +472,7 @@ def _differentiated(
     outputs: list[tuple[torch.Tensor, torch.Tensor]],
     begun: int,
     tensors: tuple[torch.Tensor, ...],
+    made: set[int],
     nodes: list[Any],
 ) -> list[torch.Tensor | None]:
     """The gradients for `nodes`, which those of the arguments `tensors` come first of.
@@ -459,6 +482,7 @@ def _differentiated(
         outputs: of its recompute, each with its gradient. Emptied.
         begun: the number of the first node of the recompute.
         tensors: the arguments that it had.
+        made: see `_Region.cut`.
         nodes: where the region's node hands its gradients on.
     """
     roots, grads = zip(*outputs, strict=True)
@@ -468,7 +492,10 @@ def _differentiated(
         if not _may_accumulate():
             raise accumulates_only(region.slot.label)
         torch.autograd.backward(roots, grads)
-        return [tensor.grad for tensor in tensors] + [None] * (len(nodes) - len(tensors))
+        own = [tensor.grad if id(tensor) in made else None for tensor in tensors]  # leaves have theirs already
+        for again in region.repeated:
+            own[again] = None
+        return own + [None] * (len(nodes) - len(tensors))
     region.refuse_others(leaves)
     places = {id(node.variable): n for n, node in enumerate(nodes) if node is not None and hasattr(node, "variable")}
     places |= {id(tensor): n for n, tensor in enumerate(tensors)}

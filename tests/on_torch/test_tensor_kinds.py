@@ -232,3 +232,65 @@ def test_an_argument_has_the_class_and_the_attributes_that_it_had(kind, way, nes
         return [one.grad for one in leaves]
 
     agree(scenario, way)
+
+
+def inside_another(way, function, *args):
+    return way(lambda *args: way(function, *args), *args)
+
+
+def put_elsewhere():
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda kept: kept)
+
+
+def under_hooks(way, function, *args):
+    with put_elsewhere():
+        return way(function, *args)
+
+
+@pytest.mark.parametrize("around", [plain, inside_another, under_hooks])
+@pytest.mark.parametrize("way", [checkpoint, reentrant])
+def test_an_argument_may_be_known_by_identity(way, around) -> None:
+    """A leaf or a mask is the forward's own, and one tensor in two places is one."""
+
+    def scenario(way):
+        x, w, mask = leaf(4, 8), leaf(4, 8, seed=1), torch.ones(4, 8)
+        factors = {w: 2.0, mask: 3.0}
+
+        def layer(h, again, w, mask, given):
+            y = torch.tanh(h * w * mask * factors.get(w, 1.0) * factors.get(mask, 1.0))
+            y = torch.cos(y * given["scale"]) if given["scale"] is w else torch.sin(y)
+            return y.exp() if again is h else y.sin()
+
+        h = x.sin()
+        y = around(way, layer, h, h, w, mask, {"scale": w})
+        del h
+        y.sum().backward()
+        return x.grad, w.grad
+
+    agree(scenario, way)
+
+
+def test_what_an_argument_became_is_not_what_it_was() -> None:
+    """Hooks have its values; the tensor itself may have none any more."""
+
+    def scenario(way):
+        x, w = leaf(4, 8), leaf(4, 8, seed=1)
+        h = x * w
+        with put_elsewhere():
+            y = way(lambda h: h.sin().exp(), h)
+        h.data = torch.empty(0)  # given back by who has put the values elsewhere
+        y.sum().backward()
+        return x.grad, w.grad
+
+    agree(scenario)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_one_tensor_in_two_places_gets_its_gradient_once_where_the_backward_inside_accumulates(cut) -> None:
+    def scenario(way):
+        x, w = leaf(4, 8), leaf(4, 8, seed=1)
+        h, held = x.sin() if cut else x, w * 2
+        way(lambda a, b: torch.tanh(a * b * held), h, h).sum().backward()
+        return x.grad, w.grad
+
+    agree(scenario, reentrant)
