@@ -348,11 +348,12 @@ def states_of(
         the modules and in closures; the buffers.
     """
     closures: list[FunctionType] = []
-    roots = reached(function, leaves, closures)
-    if not roots and not closures:
+    objects: list[Any] = []
+    roots = reached(function, leaves, closures, objects)
+    if not roots and not closures and not objects:
         return (), (), None, None
     modules = with_children(root for root in roots if isinstance(root, torch.nn.Module))
-    modes = Modes(modules, closures) if modules or closures else None
+    modes = Modes(modules, closures, objects) if modules or closures or objects else None
     generators = generators_in(roots, modes.attributes() if modes is not None else ())
     found: list[Any] = [*modules, *roots]
     if generators:

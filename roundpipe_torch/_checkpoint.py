@@ -29,7 +29,7 @@ from ._modes import own_generators
 from ._offload import Offload
 from ._reentrant import reentrant
 from ._run import TorchRun
-from ._state import Generators, generators_of, reached
+from ._state import Generators, generators_of
 from ._torchs import innermost
 from ._transforms import batches_around, transformed
 
@@ -299,7 +299,7 @@ def _run_untracked(
     generators = None
     if options.preserve_rng_state:
         values = (*args, *kwargs.values())
-        generators = Generators(generators_of(function, values), own_generators(reached(function, values, [])))
+        generators = Generators(generators_of(function, values), own_generators(function, values))
     outer = thread.run
     run = TorchRun(phase, slot, None, generators, outer)
     try:

@@ -23,11 +23,12 @@ import torch
 from torch.jit import ScriptModule
 
 from ._bindings import Bindings
+from ._state import attributes_of, generators_within, reached
 
 __all__ = ["Modes", "generators_in", "own_generators", "with_children"]
 
 _ABSENT: Any = object()
-_Attribute = tuple[torch.nn.Module, str, Any]
+_Attribute = tuple[Any, str, Any]
 
 
 def with_children(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -46,29 +47,21 @@ def with_children(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
     return found
 
 
-def own_generators(roots: Collection[Any]) -> tuple[torch.Generator, ...]:
-    """Those among what a call can reach, and among the attributes of the modules there."""
+def own_generators(function: Any, values: Collection[Any]) -> tuple[torch.Generator, ...]:
+    """Those that a call can reach, and among the attributes of the modules there."""
+    roots = reached(function, values, [], [])
     modules = with_children(root for root in roots if isinstance(root, torch.nn.Module))
     return generators_in(roots, [vars(module) for module in modules if _may_have_more(module)])
 
 
-def generators_in(roots: Collection[Any], attributes: Iterable[dict[str, Any]]) -> tuple[torch.Generator, ...]:
-    """Those among `roots` and in the `attributes` of modules, or of objects and lists there, each once."""
-    values = [*roots, *chain.from_iterable(map(dict.values, attributes))]
-    if not _LEAD_NOWHERE.issuperset(map(type, values)):
-        values = [*values, *chain.from_iterable(map(_held_by, values))]
-    if torch.Generator not in map(type, values):
-        return ()
-    return tuple({id(value): value for value in values if isinstance(value, torch.Generator)}.values())
-
-
-def _held_by(value: Any) -> Collection[Any]:
-    """What a list has, or an object as its attributes."""
-    if type(value) in _LEAD_NOWHERE or isinstance(value, (torch.nn.Module, torch.Tensor, type)):
-        return ()
-    if type(value) is list or type(value) is tuple:
-        return value if len(value) <= _MOST_NAMES else ()
-    return getattr(value, "__dict__", {}).values()
+def generators_in(roots: Collection[Any], attributes: Sequence[dict[str, Any]]) -> tuple[torch.Generator, ...]:
+    """Those among `roots`, and in the `attributes` of modules, each once."""
+    found = [root for root in roots if type(root) is torch.Generator] if torch.Generator in map(type, roots) else []
+    kinds = [*map(type, chain.from_iterable(map(dict.values, attributes)))] if attributes else []
+    if not _LEAD_NOWHERE.issuperset(kinds) or kinds.count(dict) > _DICTS_OF_TORCH * len(attributes):
+        own = ([then[name] for name in then.keys() - _OF_TORCH] for then in attributes)
+        found += generators_within([*chain.from_iterable(own)])
+    return tuple({id(generator): generator for generator in found}.values()) if found else ()
 
 
 class Modes:
@@ -78,11 +71,15 @@ class Modes:
         "_attributes", "_before", "_begun", "_bindings", "_configs", "_modules", "_trained", "_training", "_weights",
     )  # fmt: skip
 
-    def __init__(self, modules: list[torch.nn.Module], closures: Sequence[FunctionType]) -> None:
+    def __init__(
+        self, modules: list[torch.nn.Module], closures: Sequence[FunctionType], objects: Sequence[Any]
+    ) -> None:
         self._modules, self._bindings = modules, Bindings(modules, closures)
         self._weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]
         self._training, self._trained = [*map(_training, modules)], [*map(_trained, self._weights)]
+        self._begun: list[tuple[Any, dict[str, Any]]]
         self._begun = [(module, vars(module).copy()) for module in modules if _may_have_more(module)]
+        self._begun += ((one, vars(one).copy()) for one in objects)
         self._configs = _configs_in(then for _, then in self._begun)
         self._attributes: list[_Attribute] = []
         self._before: list[tuple[Any, str, Any]] = []  # what is to be put back
@@ -100,11 +97,11 @@ class Modes:
         """
         steered = {id(module) for module in moved} if repeats else ()
         for module, then in self._begun:
-            now = vars(module)
+            now, steers = vars(module), isinstance(module, torch.nn.Module)
             for name in (now if repeats else then).keys() - _OF_TORCH:
                 before, after = then.get(name, _ABSENT), now.get(name, _ABSENT)
                 if before is after:  # others may put another there
-                    wanted = type(before) in _STEERING or _are_names(before) or _is_data(before)
+                    wanted = (steers and (type(before) in _STEERING or _are_names(before))) or _is_data(before)
                 elif _is_data(before) or _is_data(after):
                     wanted = repeats
                 else:
@@ -180,14 +177,24 @@ def _names_of(one: Any) -> dict[str, Any]:
 
 
 def _configs_in(attributes: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """The configurations that modules with these attributes share, each by the names in it and a copy of them."""
+    """The configurations that modules with these attributes share, each by the names in it and a copy of them.
+
+    Those inside of others too (`config.moe`, `config["moe"]`).
+    """
     found: dict[int, dict[str, Any]] = {}
-    for then in attributes:
-        for name in () if _CONFIGS.isdisjoint(then) else _CONFIGS & then.keys():
-            config = then[name]
-            names = config if type(config) is dict else getattr(config, "__dict__", None)
-            if type(names) is dict and not isinstance(config, (torch.nn.Module, torch.Tensor)):
-                found[id(names)] = names
+    roots = (then[name] for then in attributes if not _CONFIGS.isdisjoint(then) for name in _CONFIGS & then.keys())
+    waiting = [*{id(config): config for config in roots}.values()]
+    while waiting and len(found) < _MOST_NAMES:
+        config = waiting.pop()
+        names = config if type(config) is dict else attributes_of(config)
+        if not names or id(names) in found or isinstance(config, (torch.nn.Module, torch.Tensor, type)):
+            continue
+        found[id(names)] = names
+        kinds = {*map(type, names.values())} - _IN_CONFIGS
+        if type(config) is not dict:
+            kinds.discard(dict)
+        if kinds:
+            waiting += [value for value in names.values() if type(value) in kinds]
     return [(names, names.copy()) for names in found.values()]
 
 
@@ -218,15 +225,18 @@ _STEERING = frozenset({bool, float, str})
 _CONFIGS = frozenset({"config", "cfg", "conf", "args", "hparams"})
 """What the attribute of a module is called that has its configuration. That counts nothing, and tells of no phase."""
 _SETTINGS = frozenset({bool, int, float, str, type(None), torch.dtype})
+_IN_CONFIGS = _SETTINGS | {list, tuple, set, torch.device, FunctionType, MethodType}
+"""What else most of them have, and no others."""
 _LEAD_NOWHERE = frozenset(
     {
         bool, int, float, str, type(None), dict, set, OrderedDict, FunctionType, MethodType, torch.dtype, torch.device,
-        torch.Tensor, torch.nn.Parameter, torch.Generator, torch.Size,
+        torch.Tensor, torch.nn.Parameter, torch.Size,
     }
 )  # fmt: skip
 """What most attributes are."""
 _MOST_NAMES = 64
 _OF_TORCH = vars(torch.nn.Module()).keys()
+_DICTS_OF_TORCH = [*map(type, vars(torch.nn.Module()).values())].count(dict)
 _OF_FRAMEWORKS = ("_", "ds_")
 """Where they keep numbers that may not be turned back. DeepSpeed counts in `ds_...`."""
 

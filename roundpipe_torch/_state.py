@@ -13,7 +13,7 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from operator import call, eq, methodcaller
+from operator import call, eq, methodcaller, not_
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -33,10 +33,12 @@ __all__ = [
     "Met",
     "Visit",
     "Watch",
+    "attributes_of",
     "default_generators",
     "equal",
     "generators_of",
     "generators_on",
+    "generators_within",
     "modules_of",
     "reached",
     "replayed",
@@ -327,25 +329,29 @@ def modules_of(function: Any, leaves: Collection[Any]) -> Iterator[torch.nn.Modu
     """The modules that a call can reach.
 
     They are itself, its bound object, its partial, its closure and defaults, modules among the globals that it names
-    and what functions among these can reach, its arguments, and what of these is in a list, tuple or dict.
+    and what functions among these can reach, its arguments, and what of these is in a list, tuple or dict, or an
+    attribute of an object that is called or bound.
     """
     if _PLAIN.issuperset(map(type, leaves)) and _reaches_nothing(function):
         return iter(())
     return _reached(function, leaves, torch.nn.Module)
 
 
-def reached(function: Any, leaves: Collection[Any], closures: list[types.FunctionType]) -> Sequence[Any]:
+def reached(
+    function: Any, leaves: Collection[Any], closures: list[types.FunctionType], objects: list[Any]
+) -> Sequence[Any]:
     """The modules that a call can reach in this way, the generators, and the tensors that are not its arguments.
 
     Args:
         function: what is called.
         leaves: of its arguments.
         closures: gets the functions among what is reached that have variables of others.
+        objects: gets the objects that are called or bound, other than modules.
     """
     if _PLAIN.issuperset(map(type, leaves)) and _reaches_nothing(function):
         return ()
     others = [leaf for leaf in leaves if type(leaf) not in PLAIN]
-    return [*_reached(function, others, (torch.nn.Module, torch.Tensor, torch.Generator), closures)]
+    return [*_reached(function, others, (torch.nn.Module, torch.Tensor, torch.Generator), closures, objects)]
 
 
 def tensors_of(function: Any, leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -364,9 +370,10 @@ def _reached(
     leaves: Iterable[Any],
     kinds: type | tuple[type, ...],
     closures: list[types.FunctionType] | None = None,
+    objects: list[Any] | None = None,
 ) -> Iterator[Any]:
-    """What is of one of these kinds. `closures`: see `reached`."""
-    waiting, seen = [function, *leaves], set()
+    """What is of one of these kinds. `closures` and `objects`: see `reached`."""
+    waiting, seen, bound = [function, *leaves], set(), set()
     while waiting:
         found = waiting.pop()
         if (type(found) is torch.Tensor and kinds is torch.nn.Module) or id(found) in seen:
@@ -392,13 +399,59 @@ def _reached(
         elif isinstance(found, partial):
             waiting += [found.func, *found.args, *found.keywords.values()]
         elif isinstance(found, types.MethodType):
+            bound.add(id(found.__self__))
             waiting += [found.__self__, found.__func__]
         elif isinstance(found, (list, tuple, dict)) and len(found) <= _MOST_SEARCHED:
             waiting += found.values() if isinstance(found, dict) else found
-        elif type(found) not in _PLAIN and isinstance(kinds, tuple) and torch.Generator in kinds:
-            waiting += (value for value in getattr(found, "__dict__", {}).values() if type(value) is torch.Generator)
+        elif type(found) not in _PLAIN and type(found) not in _LEAD_NOWHERE and not isinstance(found, type):
+            attributes = attributes_of(found)
+            if attributes and (callable(found) or id(found) in bound):
+                waiting += attributes.values()
+                if objects is not None:
+                    objects.append(found)
+            if isinstance(kinds, tuple) and torch.Generator in kinds:
+                waiting += generators_within([found])
 
 
+def attributes_of(value: Any) -> dict[str, Any]:
+    """What an object has, if that is not too much to look through."""
+    attributes = getattr(value, "__dict__", None)
+    return attributes if type(attributes) is dict and len(attributes) <= _MOST_SEARCHED else {}
+
+
+def generators_within(values: Collection[Any]) -> list[torch.Generator]:
+    """Those among `values`, and in containers and attributes of objects there, a few levels deep."""
+    found: list[torch.Generator] = []
+    seen: dict[int, Any] = {}
+    for _ in range(_LEVELS):
+        may_have_some = map(not_, map(_HAVE_NO_GENERATOR.__contains__, map(type, values)))
+        fresh = {id(value): value for value in itertools.compress(values, may_have_some) if id(value) not in seen}
+        if not fresh:
+            break
+        seen |= fresh
+        found += (value for value in fresh.values() if type(value) is torch.Generator)
+        values = [*itertools.chain.from_iterable(map(_held_by, fresh.values()))]
+    return found
+
+
+def _held_by(value: Any) -> Collection[Any]:
+    """What a container has, or an object as its attributes."""
+    if isinstance(value, (torch.nn.Module, torch.Tensor, torch.Generator, type)):
+        return ()
+    if isinstance(value, (list, tuple, dict)):
+        held: Collection[Any] = value.values() if isinstance(value, dict) else value
+        return held if len(held) <= _MOST_SEARCHED else ()
+    return attributes_of(value).values()
+
+
+_LEVELS = 4
+_HAVE_NO_GENERATOR = frozenset(
+    {
+        bool, int, float, str, type(None), set, types.FunctionType, types.MethodType, types.BuiltinFunctionType,
+        torch.dtype, torch.device, torch.Tensor, torch.nn.Parameter, torch.Size,
+    }
+)  # fmt: skip
+"""What most attributes are."""
 _LEAD_NOWHERE = frozenset({type(None), type, types.ModuleType, types.BuiltinFunctionType})
 """What most names of a function's globals stand for."""
 _PLAIN = frozenset({*PLAIN, type(None), bool, int, float, str, object})

@@ -361,32 +361,37 @@ class Settings:
 
 
 class Configured(nn.Module):
-    def __init__(self, config) -> None:
+    def __init__(self, config, *path) -> None:
         super().__init__()
-        self.config, self.inner = config, nn.Linear(D, D)
+        self.config, self.path, self.inner = config, path, nn.Linear(D, D)
         draw_weights(self)
 
-    def get(self, name):
-        return self.config[name] if isinstance(self.config, dict) else getattr(self.config, name)
+    def get(self, *names):
+        found = self.config
+        for name in (*self.path, *names):
+            found = found[name] if isinstance(found, dict) else getattr(found, name)
+        return found
 
     def forward(self, x):
-        if not doing_recompute() and not isinstance(self.config, dict):
-            self.config.seen += 1
+        if not doing_recompute() and not isinstance(self.get(), dict):
+            self.get().seen += 1
         if self.get("off"):
             return x
         return getattr(torch, self.get("active"))(self.inner(x) * self.get("factor")) ** self.get("times")
 
 
 @pytest.mark.parametrize("way", ENGINES)
+@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("kind", ["dataclass", "namespace", "dict"])
-def test_a_configuration_is_that_of_the_forward(kind, way) -> None:
+def test_a_configuration_is_that_of_the_forward(kind, inside, way) -> None:
     def scenario(way):
         config = {
             "dataclass": Settings,
             "namespace": lambda: SimpleNamespace(**vars(Settings())),
             "dict": lambda: vars(Settings()),
         }[kind]()
-        net, x = Configured(config), leaf(T, D)
+        outer = {"moe": config} if kind == "dict" else SimpleNamespace(moe=config)
+        net, x = Configured(outer, "moe") if inside else Configured(config), leaf(T, D)
         names = config if kind == "dict" else vars(config)
         y = way(net, x)
         names.update(active="cos", factor=3.0, times=1)

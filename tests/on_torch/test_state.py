@@ -168,9 +168,25 @@ def from_list(generator):
     return Drawing([generator])
 
 
+def from_dict(generator):
+    return Drawing({0: generator})
+
+
+def from_dict_in_object(generator):
+    module = Drawing(None)
+    module.state = types.SimpleNamespace(generators={0: generator})
+    module.forward = lambda x: Drawing.forward(module.state, x)
+    return module
+
+
 def from_object_in_closure(generator):
     noise = Noise(generator)
     return lambda x: noise(x)
+
+
+def from_further_away(generator):
+    held = types.SimpleNamespace(rngs={"noise": [generator]})
+    return lambda x: (x * torch.rand(16, 16, generator=held.rngs["noise"][0])).exp()
 
 
 @pytest.mark.parametrize("how", [checkpoint, reentrant, nested, reentrant_in_default, default_in_reentrant])
@@ -178,7 +194,7 @@ def from_object_in_closure(generator):
     "make",
     [
         *(from_attribute, from_arguments, from_closure, without_gradient_inside),
-        *(from_object, from_list, from_object_in_closure, Noise),
+        *(from_object, from_list, from_dict, from_dict_in_object, from_object_in_closure, from_further_away, Noise),
     ],
 )
 def test_generators_of_the_call_line_up_as_the_default_ones_do(make, how) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import gc
 import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from roundpipe_torch import (
     save_for_recompute,
     update_once,
 )
-from tests.on_torch.oracle import ENGINES, WAYS, Counted, leaf, plain, reentrant, same
+from tests.on_torch.oracle import ENGINES, WAYS, Counted, agree, leaf, plain, reentrant, same
 
 D, E, T = 6, 4, 12
 
@@ -235,6 +237,59 @@ def test_where_modules_are_found(way) -> None:
         return y, x.grad, [list(module.buffers()) for module in (*held, somewhere)]
 
     same(scenario(way), scenario(plain))
+
+
+class Called:
+    """No module, but a layer all the same."""
+
+    def __init__(self) -> None:
+        self.moving, self.rest = Moving(), {"drop": nn.Dropout(0.5)}
+        self.w = leaf(D, D, seed=5)
+
+    def run(self, x):
+        return torch.tanh(self.rest["drop"](self.moving(x)) @ self.w)
+
+    def __call__(self, x):
+        return self.run(x)
+
+
+@dataclasses.dataclass
+class Wrapped:
+    inner: Any
+
+    def __call__(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("way", ENGINES)
+@pytest.mark.parametrize(
+    "taken",
+    [lambda one: one, lambda one: one.run, lambda one: functools.partial(one), lambda one: lambda x: one(x), Wrapped],
+    ids=["object", "method", "partial", "closure", "inside"],
+)
+def test_an_object_that_is_called_is_a_layer(taken, way) -> None:
+    """Its modules, their modes and its weights are those of the forward; buffers move on once."""
+
+    def scenario(way):
+        torch.manual_seed(0)
+        one, x = Called(), leaf(T, D)
+        y = way(taken(one), x)
+        before, one.w = one.w, leaf(D, D, seed=6)
+        one.rest["drop"].eval()
+        y.sum().backward()
+        assert not one.rest["drop"].training
+        return y, x.grad, before.grad, list(one.moving.buffers())
+
+    agree(scenario, way)
+
+
+def test_a_weight_of_an_object_that_is_stepped_before_backward_is_told() -> None:
+    one, x = Called(), leaf(T, D)
+    y = checkpoint(one, x)
+    with torch.no_grad():
+        one.w.add_(1)
+    with pytest.raises(MutationError, match="has been modified by an inplace operation"):
+        y.sum().backward()
 
 
 def test_a_guarded_update_is_right_too() -> None:
