@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextvars import copy_context
 from functools import partial
-from itertools import repeat
+from itertools import compress, count, repeat
 from typing import Any
 
 import torch
@@ -83,13 +83,14 @@ def reentrant(
     region = _Region(function, spec, leaves, slot, options)
     # `_hooked`: nodes with hooks, held until the region's node holds them
     given, taken, _hooked = region.forward(phase, tensors, args, kwargs)
+    output_leaves, region.output_leaves = region.output_leaves, []  # else it would hold what it hands through
     if any(region.idle):  # a hook on them would be called with None
         tensors = tuple(t.detach() if idle else t for t, idle in zip(tensors, region.idle, strict=True))
     anchor = torch.empty(0, requires_grad=True)
     with _NO_CONTEXT if region.parcel is None or isinstance(thread.run, TorchRun) else region.parcel.inputs():
         outputs = _Reentrant.apply(region, given, anchor, len(tensors), *tensors, *taken)  # type: ignore[no-untyped-call]
     rest = iter(outputs)
-    return unflatten(region.output_spec, (next(rest) if leaf is _TENSOR else leaf for leaf in region.output_leaves))
+    return unflatten(region.output_spec, (next(rest) if leaf is _TENSOR else leaf for leaf in output_leaves))
 
 
 _TENSOR = object()
@@ -102,7 +103,7 @@ class _Region:
 
     __slots__ = (
         "__weakref__", "accumulates", "ambient", "buffers", "closed", "context", "crowded", "expected", "function",
-        "generators", "hooked", "idle", "known", "leaves", "located", "modes", "originals", "outermost",
+        "generators", "hooked", "idle", "known", "leaves", "located", "made", "modes", "originals", "outermost",
         "output_leaves", "output_spec", "outside", "parcel", "repeated", "roots", "slot", "spec", "trace", "weights",
         "wrote",
     )  # fmt: skip
@@ -122,6 +123,7 @@ class _Region:
         self.generators = Generators(generators_of(function, leaves), own) if options.preserve_rng_state else None
         self.parcel = None if options.offload is None else Parcel(options.offload)
         self.crowded: Met
+        self.made: list[bool]  # which of the outputs that are tensors are no arguments
         self.originals: list[Original]  # the arguments
         self.repeated: dict[int, int]  # among them
         self.hooked: list[Hooked] = []  # tensors from before it that the forward has put hooks on
@@ -197,14 +199,18 @@ class _Region:
             begun: the number of the forward's first node.
             in_backward: it is a part of a recompute, whose backward asks for all outputs at once, and no hook.
         """
-        self.output_leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        own = {id(tensor) for tensor in tensors}
+        through = () if self.wrote else own
+        self.output_leaves = [_TENSOR if _is_made(leaf, through) else leaf for leaf in leaves]
+        tensor_leaves = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self.made = [_is_made(leaf, through) for leaf in tensor_leaves]
+        outputs = [*compress(tensor_leaves, self.made)]
+        del tensor_leaves
         reached = {end: False for end in ends if end[0] is not None}
         behind = None
         if not is_sharded(modules_of(self.function, self.leaves)):
             behind = leaves_behind(outputs, reached, begun, _accumulates)
         self.accumulates = behind is None
-        own = {id(tensor) for tensor in tensors}
         self.known = [weakref.ref(leaf) for leaf in behind or ()]
         self.closed = [weakref.ref(leaf) for leaf in behind or () if id(leaf) not in own]
         given = without_gradient(partial(_without_graph, outputs))
@@ -275,7 +281,9 @@ class _Region:
             raise
         if drew:
             raise drawn_in_a_crowd(self.slot.label, drew)
-        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        _check_number(self.slot, len(self.made), len(outputs))
+        return [*compress(outputs, self.made)]
 
     def _replay(
         self, tensors: tuple[torch.Tensor, ...], numbers: Sequence[torch.Tensor], watch: DrawWatch | None
@@ -408,7 +416,7 @@ class _Reentrant(torch.autograd.Function):
         tensors, made = region.cut(region.arguments(ctx))
         begun = node_count()
         outputs = region.replay(tensors)
-        _check_agreement(region.slot, grads, outputs)
+        _check_shapes(region, grads, outputs)
         with_grad = [
             (out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None and out.requires_grad
         ]
@@ -428,22 +436,27 @@ class _Reentrant(torch.autograd.Function):
         return found
 
 
-def _check_agreement(slot: Slot, grads: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor]) -> None:
-    """R10: both phases return tensors of the same number and shapes."""
-    if len(outputs) != len(grads):
+def _check_number(slot: Slot, forward: int, recompute: int) -> None:
+    """R10: both phases return as many tensors."""
+    if recompute != forward:
         raise MismatchError(
             message(
-                f"layer {slot.label!r}: the forward gave {len(grads)} tensors, the recompute {len(outputs)}.",
+                f"layer {slot.label!r}: the forward gave {forward} tensors, the recompute {recompute}.",
                 [],
                 "return the same structure in both phases.",
             )
         )
-    for n, (output, grad) in enumerate(zip(outputs, grads, strict=True)):
+
+
+def _check_shapes(region: _Region, grads: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor]) -> None:
+    """R10: tensors of the same shapes."""
+    numbers = compress(count(), region.made)
+    for n, output, grad in zip(numbers, outputs, grads, strict=False):
         if grad is not None and output.shape != grad.shape:
             raise MismatchError(
                 message(
-                    f"layer {slot.label!r}: output {n} of the forward has the shape {list(grad.shape)}, that of the "
-                    f"recompute {list(output.shape)}.",
+                    f"layer {region.slot.label!r}: output {n} of the forward has the shape {list(grad.shape)}, that of "
+                    f"the recompute {list(output.shape)}.",
                     [],
                     "save what decides about the shape (indices, a mask, a length), whole.",
                 )
@@ -560,6 +573,11 @@ def _accumulates(node: Any) -> bool:
 
 _may_accumulate: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 """Whether the backward that runs is one that accumulates, not torch.autograd.grad or backward(inputs=...)."""
+
+
+def _is_made(leaf: Any, given: Collection[int]) -> bool:
+    """Whether it is a tensor, and none of those with these identities, which the layer hands through as they are."""
+    return isinstance(leaf, torch.Tensor) and id(leaf) not in given
 
 
 def _without_graph(outputs: list[torch.Tensor]) -> list[tuple[torch.Tensor, bool]]:
