@@ -70,7 +70,7 @@ class Entry:
             ) from None
         self.place = place
         self.backends: list[Backend | None] = [backend_of(leaf) for leaf in leaves]
-        self._refuse_gradient(label, key, leaves)
+        self._refuse(label, key, leaves)
         try:
             self.leaves: list[Any] = [
                 leaf if backend is None else backend.snapshot(leaf)
@@ -139,9 +139,21 @@ class Entry:
             )
         )
 
-    def _refuse_gradient(self, label: Any, key: Key, leaves: list[Any]) -> None:  # R5
+    def _refuse(self, label: Any, key: Key, leaves: list[Any]) -> None:
         for n, (backend, leaf) in enumerate(zip(self.backends, leaves, strict=True)):
-            fault = backend and backend.gradient_fault(leaf)
+            if backend is None:
+                if type(leaf) in _ITERATORS:  # R6
+                    raise SlotError(
+                        message(
+                            f"layer {label_of(label)!r}, {spoken(key)}: data{list(paths(self.spec))[n]} is a "
+                            f"{type(leaf).__name__}, which can be gone through once; the recompute would find it at "
+                            "its end.",
+                            [("saved at", where(self.place))],
+                            "save what it gives, as a list or a tuple: list(...).",
+                        )
+                    )
+                continue
+            fault = backend.gradient_fault(leaf)  # R5
             if fault:
                 raise GradientError(
                     message(
@@ -151,6 +163,16 @@ class Entry:
                         fault[1],
                     )
                 )
+
+
+_ITERATORS = frozenset(
+    {
+        types.GeneratorType, zip, map, filter, enumerate, reversed, itertools.chain, itertools.islice, itertools.count,
+        itertools.accumulate, itertools.starmap, itertools.groupby, itertools.zip_longest, itertools.product,
+        *(type(iter(kind())) for kind in (tuple, list, dict, set, str, bytes)), type(iter(range(0))),
+        type(iter({}.items())), type(iter({}.values())),
+    }
+)  # fmt: skip
 
 
 class Slot:

@@ -363,6 +363,24 @@ def test_data_that_contains_itself() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "iterator",
+    [(n for n in "ab"), zip("ab", "cd", strict=True), map(str, [1]), iter([1]), iter((1,)), enumerate("a"), iter({})],
+    ids=lambda iterator: type(iterator).__name__,
+)
+def test_what_can_be_gone_through_once(iterator) -> None:
+    """The forward would leave nothing of it to the recompute."""
+    place = here(2)
+    with pytest.raises(SlotError) as caught:
+        run(Phase.FORWARD, Slot("moe"), lambda: save_for_recompute(1, {"plan": iterator}))
+    assert lines(caught.value) == [
+        f"layer 'moe', the unnamed slot: data[1]['plan'] is a {type(iterator).__name__}, which can be gone through "
+        "once; the recompute would find it at its end.",
+        f"  saved at: {place}",
+        "  way out: save what it gives, as a list or a tuple: list(...).",
+    ]
+
+
 @pytest.mark.parametrize("name", [["mask"], 3, b"mask"])
 def test_names_are_strings(name) -> None:
     place = here(2)
