@@ -11,18 +11,19 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from roundpipe_core._backend import backend_of
 from roundpipe_core._phase import Phase, Run
-from roundpipe_core._places import Place
+from roundpipe_core._places import Place, where
 from roundpipe_core._replay import TapedSlot
 from roundpipe_core._slots import NOTHING, Entry, Key, Slot
+from roundpipe_core._trees import paths
 
 from ._backend import adopted, first_other, without_gradient
 from ._buffers import Buffers, Moved
-from ._errors import CheckpointMismatchError, saved_in_vain, saved_inside_torchs, tensor_changed
+from ._errors import CheckpointMismatchError, graph_saved, saved_in_vain, saved_inside_torchs, tensor_changed
 from ._hooks import Hooked
 from ._keep import keep
 from ._matching import Trace, region_codes
 from ._offload import MOVED, Offload, Parcel, Shipped
-from ._state import Generators, equal
+from ._state import PLAIN_VALUES, Generators, attributes_of, equal
 from ._torchs import in_backward_of_others, in_forward_of_others, unseen
 from ._transforms import transformed
 
@@ -117,6 +118,8 @@ class TorchRun(Run):
 
     def stored(self, entry: Entry, offload: bool | None) -> None:
         self._refuse_others(entry.place)
+        if not PLAIN_VALUES.issuperset(map(type, entry.leaves)):
+            refuse_graphs(self.slot.label, entry)
         wanted = self.plan is not None and self.plan.saves if offload is None else offload
         if not wanted or self.slot.rows is not None:  # a tape takes the arrays themselves
             return
@@ -234,6 +237,19 @@ class TorchRun(Run):
         # A decision may need a gradient of its own. No recompute would make what that asks for.
         with saved_tensors_hooks(unseen(partial(pack_plainly, self.slot)), unpack_plainly):
             return without_gradient(function)
+
+
+def refuse_graphs(layer: str, entry: Entry) -> None:
+    """Refuse objects with tensors that have a graph behind them (R5).
+
+    That graph may lead to what holds the slot, by ways which the garbage collector does not see.
+    """
+    for path, backend, leaf in zip(paths(entry.spec), entry.backends, entry.leaves, strict=True):
+        if backend is not None or isinstance(leaf, (torch.nn.Module, type)):
+            continue
+        for name, value in attributes_of(leaf).items():
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                raise graph_saved(layer, f"{path}.{name}", where(entry.place))
 
 
 def is_inside(run: Run | None) -> bool:

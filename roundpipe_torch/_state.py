@@ -27,6 +27,7 @@ from roundpipe_core._trees import flatten
 from ._views import PLAIN
 
 __all__ = [
+    "PLAIN_VALUES",
     "Ambient",
     "DrawWatch",
     "Generators",
@@ -454,7 +455,7 @@ _HAVE_NO_GENERATOR = frozenset(
 """What most attributes are."""
 _LEAD_NOWHERE = frozenset({type(None), type, types.ModuleType, types.BuiltinFunctionType})
 """What most names of a function's globals stand for."""
-_PLAIN = frozenset({*PLAIN, type(None), bool, int, float, str, object})
+PLAIN_VALUES = _PLAIN = frozenset({*PLAIN, type(None), bool, int, float, str, object})
 """What most arguments are."""
 
 

@@ -230,6 +230,36 @@ def test_a_parameter_is_a_gradient_too_and_a_frozen_one_is_not() -> None:
     checkpoint(lambda x: save_for_recompute(frozen)[0] * x.exp(), ones(2)).sum().backward()
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_an_object_whose_tensors_have_a_graph_is_refused(use_reentrant) -> None:
+    """It would never be freed: the graph holds the region, whose slot holds the object."""
+    saved = []
+
+    def layer(x, detached):
+        logits = x.detach() if detached else x * 2
+        saved.append(torch.distributions.Categorical(logits=logits))
+        (choice,) = save_for_recompute(saved[-1])
+        return x * choice.probs.detach()
+
+    with pytest.raises(GradientError) as caught:
+        checkpoint(layer, ones(2), False, use_reentrant=use_reentrant)
+    text = str(caught.value).splitlines()
+    assert text[0].endswith(
+        ": data[0].logits, of an object that is saved, requires grad; a slot would cut its gradient."
+    )
+    assert text[1] == f"  saved at: {__file__}:{layer.__code__.co_firstlineno + 3}"
+    assert "an object that is made of detached tensors" in text[2]
+    checkpoint(layer, ones(2), True, use_reentrant=use_reentrant).sum().backward()
+    weights = torch.nn.Linear(2, 2)  # a leaf leads nowhere
+    weights.held = Held(weights.weight)
+    checkpoint(lambda x: (save_for_recompute(weights, weights.held), x.sin())[1], ones(2)).sum().backward()
+
+
+class Held:
+    def __init__(self, weight):
+        self.weight = weight
+
+
 # R6
 
 
