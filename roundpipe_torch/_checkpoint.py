@@ -6,12 +6,13 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
-from roundpipe_core import layer_scope
+from roundpipe_core import OptionError, layer_scope
 from roundpipe_core._errors import shown
 from roundpipe_core._phase import AUDIT, OFF, RECOMPUTE, Phase, open_slot, thread
 from roundpipe_core._slots import Slot, label_of
@@ -21,7 +22,7 @@ from ._auto import watching
 from ._before import Before
 from ._contexts import region_of
 from ._decisions import as_decisions
-from ._errors import wrong_option
+from ._errors import given_no_function, no_option_of_checkpoint, run_lazily, wrong_option
 from ._frames import Frame, Options
 from ._inputs import line_up, opened
 from ._matching import REGION
@@ -279,12 +280,35 @@ def run_region(
             outputs = reentrant(function, args, kwargs, phase, slot, options)
         else:
             outputs = Frame(function, args, kwargs, slot, options, batches).forward(phase, args, kwargs)
-    except BaseException:
+    except BaseException as error:
         before.restore()
+        if isinstance(error, TypeError):
+            _explain(function, kwargs, error)
         raise
+    if type(outputs) in _LAZY:
+        raise _never_run(slot.label, outputs)
     if outer is not None:
         outer.consulted(REGION)  # inside, the phases may have run different code
     return outputs
+
+
+def _explain(function: Any, kwargs: dict[str, Any], error: TypeError) -> None:
+    """Say what is wrong where a region's function could not be called as it was to be."""
+    if not callable(function):
+        raise given_no_function(function) from error
+    for name in _OF_REMAT & kwargs.keys():
+        if f"unexpected keyword argument {name!r}" in str(error):
+            raise no_option_of_checkpoint(function, name) from error
+
+
+def _never_run(layer: str, outputs: Any) -> OptionError:
+    if isinstance(outputs, CoroutineType):
+        outputs.close()  # nobody can wait for it now
+    return run_lazily(layer, outputs)
+
+
+_OF_REMAT = frozenset({"auto", "label", "offload", "verify"})
+_LAZY = frozenset({GeneratorType, CoroutineType, AsyncGeneratorType})
 
 
 def _run_untracked(

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointError
 
-from roundpipe_core import MismatchError, MutationError, OptionError, RoundPipeError, SlotError
-from roundpipe_core._errors import called_here, message
+from roundpipe_core import GradientError, MismatchError, MutationError, OptionError, RoundPipeError, SlotError
+from roundpipe_core._errors import called_here, message, shown
 from roundpipe_core._places import Place, pass_over, place_outside, where
 from roundpipe_core._slots import Key, label_of, spoken
 
@@ -37,10 +37,13 @@ __all__ = [
     "differentiated_twice",
     "drawn_in_a_crowd",
     "drawn_in_another_layout",
+    "given_no_function",
+    "graph_saved",
     "hooked_inside",
     "input_changed",
     "kept_output_changed",
     "multi_hooked",
+    "no_option_of_checkpoint",
     "no_partner",
     "no_second_derivative",
     "not_kept",
@@ -51,6 +54,7 @@ __all__ = [
     "other_shape",
     "outside_changed",
     "ran_uncompiled",
+    "run_lazily",
     "saved_in_vain",
     "saved_inside_torchs",
     "sharded_inside",
@@ -217,6 +221,45 @@ def given_once(layer: str, error: RuntimeError) -> CheckpointMismatchError:
             "(as losses.append(...) under `if not doing_recompute():` does), and read ctx.saved_tensors once. With "
             "roundpipe_torch.checkpoint around it the message lists what both phases saved.",
         )
+    )
+
+
+def graph_saved(layer: str, item: str, saved_at: str) -> GradientError:
+    """An object is saved of which a tensor requires gradient (R5)."""
+    return GradientError(
+        message(
+            f"layer {layer!r}: data{item}, of an object that is saved, requires grad; a slot would cut its gradient.",
+            [("saved at", saved_at)],
+            "save what decides (indices, a mask, a sample), or an object that is made of detached tensors.",
+        )
+    )
+
+
+def given_no_function(target: Any) -> OptionError:
+    """What is to be run is a result, mostly."""
+    return wrong_option(
+        target,
+        f"checkpoint takes a function and its arguments, not {shown(target)}.",
+        "pass the layer and what to call it with: checkpoint(layer, x) for layer(x).",
+    )
+
+
+def no_option_of_checkpoint(target: Any, name: str) -> OptionError:
+    """An option of `remat`, which the layer got as an argument."""
+    return wrong_option(
+        target,
+        f"{name!r} is no option of checkpoint, and no argument of the layer.",
+        f"pass it to remat: remat(layer, {name}=...)(x).",
+    )
+
+
+def run_lazily(layer: str, outputs: Any) -> OptionError:
+    """A layer gave what has not run yet."""
+    kind = type(outputs).__name__.removeprefix("async_")
+    return wrong_option(
+        layer,
+        f"the layer gives a {kind}, which runs when the layer is over: nothing in it is checkpointed or saved.",
+        "return a list of results; of an async function, checkpoint the functions that it calls.",
     )
 
 

@@ -80,7 +80,7 @@ class Modes:
         self._begun: list[tuple[Any, dict[str, Any]]]
         self._begun = [(module, vars(module).copy()) for module in modules if _may_have_more(module)]
         self._begun += ((one, vars(one).copy()) for one in objects)
-        self._configs = _configs_in(then for _, then in self._begun)
+        self._configs = _configs_in([then for _, then in self._begun]) if self._begun else []
         self._attributes: list[_Attribute] = []
         self._before: list[tuple[Any, str, Any]] = []  # what is to be put back
 
@@ -176,7 +176,7 @@ def _names_of(one: Any) -> dict[str, Any]:
     return one if type(one) is dict else vars(one)
 
 
-def _configs_in(attributes: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def _configs_in(attributes: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """The configurations that modules with these attributes share, each by the names in it and a copy of them.
 
     Those inside of others too (`config.moe`, `config["moe"]`).

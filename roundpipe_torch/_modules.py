@@ -24,6 +24,7 @@ from ._errors import wrong_option
 __all__ = ["call", "checked", "remat"]
 
 T = TypeVar("T", bound=Callable[..., Any])
+_NO_FORWARD = torch.nn.Module.forward
 _OPTIONS = (*list(inspect.signature(options_from).parameters)[1:], "use_reentrant")
 
 
@@ -100,7 +101,13 @@ def checked(target: Any, options: dict[str, Any]) -> dict[str, Any]:
         raise wrong_option(
             target,
             f"remat takes a function or a module object, not {shown(target)}.",
-            "pass an instance: remat(Layer(...)).",
+            "pass an instance: remat(Layer(...)), and call what that gives: remat(layer)(x).",
+        )
+    if isinstance(target, torch.nn.Module) and getattr(target.forward, "__func__", None) is _NO_FORWARD:
+        raise wrong_option(
+            target,
+            f"remat takes a layer, and {type(target).__qualname__} has no forward.",
+            "remat the modules in it: torch.nn.ModuleList(map(remat, modules)).",
         )
     if "auto" in options:
         options = {**options, "auto": as_decisions(target, options["auto"])}

@@ -12,7 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_torch import OptionError, checkpoint_sequential, doing_recompute, layer_scope, remat, save_for_recompute
+from roundpipe_torch import (
+    OptionError,
+    checkpoint,
+    checkpoint_sequential,
+    doing_recompute,
+    layer_scope,
+    remat,
+    save_for_recompute,
+)
 
 D = 6
 
@@ -286,6 +294,61 @@ def test_a_target_that_is_long_is_told_in_a_line() -> None:
         remat(torch.ones(20, 20))
     with pytest.raises(OptionError, match=r"^remat takes a function or a module object, not the class Linear\.\n"):
         remat(nn.Linear)
+
+
+def test_a_list_of_modules_is_no_layer() -> None:
+    with pytest.raises(OptionError) as caught:
+        remat(nn.ModuleList([nn.Linear(D, D)]))
+    text = str(caught.value).splitlines()
+    assert text[0] == "remat takes a layer, and ModuleList has no forward."
+    assert text[-1] == "  way out: remat the modules in it: torch.nn.ModuleList(map(remat, modules))."
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_result_in_the_place_of_a_layer(use_reentrant) -> None:
+    x = torch.ones(2, D, requires_grad=True)
+    for call in (lambda y: checkpoint(y, use_reentrant=use_reentrant), lambda y: checkpoint(y, x)):
+        with pytest.raises(OptionError, match=r"checkpoint takes a function and its arguments, not a Tensor") as caught:
+            call(nn.Linear(D, 100)(x))
+        assert str(caught.value).splitlines()[-1].endswith("checkpoint(layer, x) for layer(x).")
+
+
+@pytest.mark.parametrize("option", [{"verify": "raise"}, {"label": "a"}, {"offload": "cpu"}, {"auto": True}])
+def test_an_option_of_remat_given_to_checkpoint(option) -> None:
+    (name,) = option
+    x = torch.ones(2, D, requires_grad=True)
+    with pytest.raises(OptionError) as caught:
+        checkpoint(nn.Linear(D, D), x, **option)
+    text = str(caught.value).splitlines()
+    assert text[0] == f"{name!r} is no option of checkpoint, and no argument of the layer."
+    assert text[-1] == f"  way out: pass it to remat: remat(layer, {name}=...)(x)."
+    assert "unexpected keyword argument" in str(caught.value.__cause__)
+    checkpoint(lambda x, **given: x * len(given), x, **option).sum().backward()  # an argument of this one
+    assert x.grad.eq(1).all()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'wide'"):
+        checkpoint(nn.Linear(D, D), x, wide=3)
+
+
+async def waits(x):
+    return x.sin()
+
+
+def gives(x):
+    yield x.sin()
+
+
+async def both(x):
+    yield x.sin()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("layer", [waits, gives, both, lambda x: (n * x for n in range(2))])
+def test_a_layer_that_runs_when_it_is_over(layer, use_reentrant) -> None:
+    """It would run outside of the region: not checkpointed, and without its saves."""
+    x = torch.ones(2, D, requires_grad=True)
+    for call in (remat(layer, use_reentrant=use_reentrant), lambda x: checkpoint(layer, x)):
+        with pytest.raises(OptionError, match=r"the layer gives a (generator|coroutine), which runs when"):
+            call(x)
 
 
 # checkpoint_sequential
