@@ -15,11 +15,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from roundpipe_core._errors import MismatchError, message
 
-from ._jax import fresh_var, is_custom_vjp, is_remat3, named, replaced, scan_sizes, struct
+from ._jax import fresh_var, is_custom_vjp, is_plain, is_remat3, named, replaced, scan_sizes, struct
 from ._names import SAVED
 from ._pins import is_pin, pinned
 from ._places import of_operation
@@ -92,7 +93,8 @@ class _Rewriter:
         made_by = {var: eqn for eqn in eqns for var in eqn.outvars}
         roots = self._roots(eqns, made_by)  # saved variable -> the operations that lead from it to its tag
         first = {var: self._made_as(var, made_by) for var in roots}
-        for var in wanted | set(first.values()):
+        decisions = _decisions(jaxpr, eqns, {*roots, *first.values()}, outermost)
+        for var in (*wanted, *first.values(), *decisions):
             if not roots.get(var):
                 roots[var] = _fresh_tag(var)
         for var, chain in roots.items():
@@ -216,6 +218,42 @@ class _Rewriter:
                 "make the decision before calling that function, save it there, and pass it in.",
             )
         )
+
+
+def _decisions(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], saved: set[Var], outermost: bool) -> list[Var]:
+    """What a saved value was made of that is no float, and that something else uses too.
+
+    Of a decision, a layer may save another form or a part, and go on with the whole. What depends on integers and keys
+    alone, outermost, is the same when it is made again.
+    """
+    varying = {var for var in (*jaxpr.constvars, *jaxpr.invars) if not outermost or _is_float(var)}
+    for eqn in eqns:
+        if subprograms(eqn) or eqn.primitive.name.endswith("callback") or not varying.isdisjoint(_variables(eqn)):
+            varying.update(eqn.outvars)
+    made_by = {var: eqn for eqn in eqns for var in eqn.outvars}
+    found, path = dict.fromkeys(saved), set()
+    for var in (open_ends := [*saved]):
+        maker = made_by.get(var)
+        if maker is None or id(maker) in path:
+            continue
+        path.add(id(maker))
+        more = [one for one in _variables(maker) if one in varying and one not in found and not _is_float(one)]
+        found |= dict.fromkeys(more)
+        open_ends += more
+    used = {atom for atom in jaxpr.outvars if isinstance(atom, Var)} | set(() if outermost else jaxpr.invars)
+    for eqn in eqns:
+        if id(eqn) not in path or len(eqn.outvars) > 1:
+            used.update(_variables(eqn))
+    return [var for var in found if var in used and var not in saved]
+
+
+def _variables(eqn: JaxprEqn) -> list[Var]:
+    return [atom for atom in eqn.invars if isinstance(atom, Var)]
+
+
+def _is_float(var: Var) -> bool:
+    aval: Any = var.aval
+    return not is_plain(aval) or bool(jnp.issubdtype(aval.dtype, jnp.inexact))
 
 
 def _fresh_tag(var: Var) -> list[JaxprEqn]:

@@ -473,6 +473,12 @@ def test_someone_elses_checkpoint_keeps_no_more_than_the_decision() -> None:
         save_for_recompute(jnp.argmax(jax.lax.stop_gradient(x)))
         return x * 2
 
+    def beside(x: Any) -> Any:  # integers that do not depend on floats are the same in the recompute
+        rows = jnp.arange(T) * 2
+        (idx,) = save_for_recompute(jnp.argmax(jax.lax.stop_gradient(x), -1) + rows)
+        return jnp.sin(x) * idx[:, None] * rows[:, None]
+
+    assert held(lambda x: jnp.exp(beside(x))) == X.nbytes + T * 4
     assert held(lambda x: jnp.exp(remat(layer)(x))) == X.nbytes + T * 4
     assert held(lambda x: jnp.exp(remat(jnp.sin)(x))) == X.nbytes
     assert held(remat(ends)) <= X.nbytes  # nobody reads the decision

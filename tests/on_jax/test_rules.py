@@ -209,6 +209,37 @@ def narrowed(router: Router, x: Any) -> Any:
     return jnp.sin(x) * index
 
 
+def a_part(router: Router, x: Any) -> Any:
+    index = router.decide(jnp.int32(0), x) + jnp.zeros(2, jnp.int32)
+    save_for_recompute(index[:1])
+    return jnp.sin(x) * index[1]
+
+
+def a_float(router: Router, x: Any) -> Any:
+    index = router.decide(0, x)
+    (weight,) = save_for_recompute(index.astype(jnp.float32))
+    return jnp.sin(x) * (index + weight - 4)
+
+
+def in_another_function(router: Router, x: Any) -> Any:
+    index = router.decide(0, x)
+    jax.jit(lambda index: save_for_recompute((index > 2).astype(jnp.int8)))(index)
+    return jnp.sin(x) * index
+
+
+@pytest.mark.parametrize("form", [narrowed, a_part, a_float, in_another_function])
+def test_other_peoples_checkpoints_decide_once_if_another_form_is_saved(form: Any) -> None:  # R8
+    def scanned(layer: Any) -> Any:
+        return remat(lambda x: jax.lax.scan(lambda x, _: (layer(x), None), x, None, 1)[0])
+
+    for wrap in (jax.checkpoint, scanned):
+        router = Router()
+        step = jax.value_and_grad(lambda x: wrap(functools.partial(form, router))(x).sum())  # noqa: B023
+        _, slope = jax.jit(step)(X)
+        assert router.counts[0] == 1
+        np.testing.assert_allclose(slope, jnp.cos(X) * 4, rtol=1e-6)
+
+
 def guarded(router: Router, x: Any) -> Any:
     index = router.decide(0, x)
     if not doing_recompute():
