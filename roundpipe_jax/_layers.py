@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from roundpipe_core._errors import OptionError, message
+from roundpipe_core._errors import OptionError, message, shown
 from roundpipe_core._places import place_outside, where
 from roundpipe_core._slots import label_of
 
@@ -15,7 +15,7 @@ from ._calls import labelled
 from ._explain import repeated
 from ._jax import jax_checkpoint
 from ._offload import Offload
-from ._packing import Held, split
+from ._packing import Held, is_array, split
 from ._policies import save_policy
 from ._remat import Mode, Verify, remat
 from ._stacks import stack_of
@@ -23,6 +23,8 @@ from ._staging import stage
 from ._updates import unfit_updates, unfit_updates_in
 
 __all__ = ["remat_layers"]
+
+_NUMBERS = (bool, int, float, complex)
 
 
 def remat_layers(
@@ -72,13 +74,15 @@ def remat_layers(
         The last layer's `x`, or `(x, aux)`.
 
     Raises:
-        OptionError: the parameters are not stacked alike, or do not divide into `nested` groups.
+        OptionError: the parameters are not stacked alike, or do not divide into `nested` groups, or a layer returns
+            something else than goes into the next one.
 
     Implements R8 and R9 over a stack.
     """
     name = label or label_of(layer)
     count = _layers_in(stacked_params, name)
     _check_groups(nested, count, name)
+    _check_arrays(x, name)
     one = remat(layer, policy=policy, prevent_cse=False, mode=mode, verify=verify, label=label, offload=offload)
 
     taped = stack_of(label or labelled(layer), count)
@@ -86,8 +90,8 @@ def remat_layers(
     def step(x: Any, inputs: Any) -> tuple[Any, Any]:
         params, taken = inputs
         result, kept = taped.layer(lambda: one(params, x, *broadcast), taken)
-        x, aux = result if has_aux else (result, None)
-        return x, (aux, kept)
+        passed, aux = _parted(result, x, has_aux, name)
+        return passed, (aux, kept)
 
     def stack(inputs: Any, x: Any, length: int) -> tuple[Any, Any]:
         with repeated(length):
@@ -116,6 +120,46 @@ def remat_layers(
     return (last, aux) if has_aux else last
 
 
+def _parted(result: Any, x: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
+    """The `x` that a layer returned, which must be as the one that it got, and its `aux`."""
+    pair = isinstance(result, (tuple, list)) and len(result) == 2
+    if has_aux and not pair:
+        raise _unlike(name, [("returned", _kind(result))], "return (x, aux), or leave out has_aux.")
+    passed, aux = result if has_aux else (result, None)
+    trees: list[Any] = [jax.tree.structure(passed), jax.tree.structure(x)]
+    if trees[0] != trees[1]:
+        beside = "for something besides x return (x, aux), and say has_aux=True."
+        way = (
+            beside
+            if pair and not has_aux and not isinstance(x, (tuple, list))
+            else "return an x of the same structure."
+        )
+        raise _unlike(name, [("got", _kind(x)), ("returned", _kind(passed))], way)
+    for (path, one), two in zip(jax.tree_util.tree_leaves_with_path(x), jax.tree.leaves(passed), strict=True):
+        before, now = jax.typeof(one), jax.typeof(two)
+        if before.shape != now.shape or (before.dtype != now.dtype and not before.weak_type):
+            part = f"x{jax.tree_util.keystr(path)}"
+            way = "return an x of the same shape."
+            if before.shape == now.shape:
+                way = "cast it in the layer to the dtype that it got, or before the first layer."
+            raise _unlike(name, [("got", f"{part} of {_kind(one)}"), ("returned", f"{part} of {_kind(two)}")], way)
+    return passed, aux
+
+
+def _unlike(name: str, facts: list[tuple[str, str]], way_out: str) -> OptionError:
+    what = f"layer {name!r}: what a layer of remat_layers returns goes into the next one, and is not like what it got."
+    return OptionError(message(what, facts, way_out))
+
+
+def _kind(value: Any) -> str:
+    """What a value is, in words."""
+    if is_array(value):
+        kind = jax.typeof(value)
+        return f"{kind.dtype}{list(kind.shape)}"
+    count = len(jax.tree.leaves(value))
+    return f"a {type(value).__name__} of {count} arrays" if count > 1 else shown(value)
+
+
 def _checkpointed(group: Callable[[Any, Any], Any], name: str, called: str) -> Callable[[Any, Any], Any]:
     """`group`, recomputed with the decisions of its layers."""
 
@@ -137,7 +181,7 @@ def _checkpointed(group: Callable[[Any, Any], Any], name: str, called: str) -> C
 
 def _layers_in(stacked_params: Any, name: str) -> int:
     shapes = {
-        jax.tree_util.keystr(path): getattr(leaf, "shape", ())
+        jax.tree_util.keystr(path): getattr(leaf, "shape", () if isinstance(leaf, _NUMBERS) else None)
         for path, leaf in jax.tree_util.tree_leaves_with_path(stacked_params)
     }
     counts = {shape[0] if shape else None for shape in shapes.values()}
@@ -147,10 +191,25 @@ def _layers_in(stacked_params: Any, name: str) -> int:
     raise OptionError(
         message(
             f"layer {name!r}: remat_layers needs parameters stacked along their first axis, one entry a layer.",
-            [(path or "the parameters", f"shape {shape}") for path, shape in list(shapes.items())[:8]],
+            [
+                (path or "the parameters", f"shape {shape}" if shape is not None else "no array")
+                for path, shape in list(shapes.items())[:8]
+            ],
             "stack them: jax.tree.map(lambda *leaves: jnp.stack(leaves), *params_of_each_layer).",
         )
     )
+
+
+def _check_arrays(x: Any, name: str) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(x):
+        if not is_array(leaf) and not isinstance(leaf, _NUMBERS):
+            raise OptionError(
+                message(
+                    f"layer {name!r}: what goes through the layers of remat_layers is arrays.",
+                    [(f"x{jax.tree_util.keystr(path)}", shown(leaf))],
+                    "hand it to every layer alike, after x: remat_layers(layer, stacked_params, x, that).",
+                )
+            )
 
 
 def _check_groups(nested: int | None, count: int, name: str) -> None:

@@ -154,3 +154,31 @@ def test_parameters_that_do_not_fit_are_named() -> None:
             f"layer {name}: 6 layers do not divide into nested={groups!r} groups.",
             "  way out: choose one of 1, 2, 3, 6.",
         ]
+
+
+def test_what_a_layer_returns_goes_into_the_next_one() -> None:
+    x, w = jnp.ones(3), jnp.ones((2, 3))
+    wanted: list[tuple[Any, Any, dict[str, Any], list[str]]] = [
+        (lambda w, x: (x * w, x.sum()), x, {}, ["got: float32[3]", "returned: a tuple of 2 arrays", "has_aux=True"]),
+        (lambda w, x: x * w, jnp.ones((2, 3)), {"has_aux": True}, ["returned: float32[2, 3]", "or leave out has_aux"]),
+        (
+            lambda w, x: list(x),
+            (x, x),
+            {},
+            ["got: a tuple of 2", "returned: a list of 2", "an x of the same structure"],
+        ),
+        (lambda w, x: x * w, x.astype(jnp.bfloat16), {"nested": 2}, ["x of bfloat16[3]", "x of float32[3]", "cast it"]),
+        (lambda w, x: {"h": x["h"][:2]}, {"h": x}, {}, ["x['h'] of float32[3]", "x['h'] of float32[2]", "same shape"]),
+        (lambda w, x: x, {"h": x, "mode": "train"}, {}, ["x['mode']: 'train'", "alike, after x"]),
+    ]
+    for layer, first, options, facts in wanted:
+        with pytest.raises(OptionError, match="remat_layers") as caught:
+            remat_layers(layer, w, first, **options)
+        lines = said(caught.value, __file__)
+        assert len(lines) == len(facts) + 1
+        assert all(fact in line for fact, line in zip(facts, lines[1:], strict=True)), lines
+    with pytest.raises(OptionError, match=r"\['mode'\]: no array"):
+        remat_layers(lambda p, x: x, {"w": w, "mode": "train"}, x)
+    both = remat_layers(lambda w, hs: (hs[0] * w, hs[1] + hs[0].sum()), 2 * w, (x, 0))  # 0 becomes what is added to it
+    np.testing.assert_array_equal(both[0], jnp.full(3, 4.0))
+    assert both[1] == 9
