@@ -40,6 +40,7 @@ from ._jax import (
     is_about_forward_mode,
     is_float,
     is_out_of_memory,
+    is_reference,
     is_remat3,
     is_running,
     is_tracer,
@@ -381,11 +382,6 @@ class Call:
     # ------------------------------------------------------------------------------ the outermost region
 
     def _outermost(self, slot: Slot) -> Any:
-        references = any(isinstance(array, jax.Ref) for array in self.arrays)  # no derivative rule takes them
-        if references and self.options.mode == "custom_vjp":
-            raise self.refusals.reference()
-        if references:
-            return self._tagged(slot)
         at_home = self.options.mode == "custom_vjp" or self.options.verify != "off"  # if that can be: no hint decides
         if not at_home and hinted("tags", self.layer.kind):
             try:
@@ -566,6 +562,8 @@ class Call:
         """Whether the layer knows nothing of phases, so that one program serves both."""
         if found.asked or not found.template.empty or unfit_updates_in(program.jaxpr.jaxpr):
             return False
+        if any(map(is_reference, program.consts)):  # `jax.checkpoint` would read it as it is in backward
+            return False
         return self.options.verify == "off" and not any(self.away)
 
     def _plain(self, program: Program, found: Forward) -> Any:
@@ -595,7 +593,9 @@ class Call:
             raise found.error
         if unfit_updates_in(program.jaxpr.jaxpr):
             raise unfit_updates(label_of(self.label), [*self.refusals.at, *found.updates, *found.saves])
-        led = self._led(program, found, journal, whole=outer is None)
+        led = self._led(program, found, journal, whole=outer is None).without_references(found.made)
+        if led.writes:
+            raise _writes(self.refusals, led, "return the state as a result; or wrap the function that saves in remat.")
         try:
             results = self._checkpointed(program, found, led, self._policy_for_tags(found, outer))
         except NotImplementedError as error:
@@ -828,15 +828,14 @@ def _saves_floats(template: Template, saved: Sequence[Any]) -> bool:
     return any(is_float(array) and not sort.kept for array, sort in zip(saved, template.sorts, strict=True))
 
 
+def _writes(layer: Refusals, program: Program, way_out: str) -> MismatchError:
+    what = f"layer {layer.layer!r}: the recompute would write to a jax.Ref again."
+    return MismatchError(message(what, [*layer.at, *program.writes], way_out))
+
+
 def _calls_back(layer: Refusals, program: Program) -> MismatchError:
     if program.writes:
-        return MismatchError(
-            message(
-                f"layer {layer.layer!r}: the recompute would write to a jax.Ref again.",
-                [*layer.at, *program.writes],
-                "write to it by update_once, or only if not doing_recompute().",
-            )
-        )
+        return _writes(layer, program, "write to it by update_once, or only if not doing_recompute().")
     return MismatchError(
         message(
             f"layer {layer.layer!r}: the recompute would run an io_callback again.",

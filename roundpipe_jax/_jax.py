@@ -163,7 +163,7 @@ def is_numpy(value: Any) -> bool:
 
 def is_float(value: Any) -> bool:
     """Whether derivatives exist for `value`."""
-    return bool(jnp.issubdtype(jax.typeof(value).dtype, jnp.inexact))
+    return not is_reference(value) and bool(jnp.issubdtype(jax.typeof(value).dtype, jnp.inexact))
 
 
 def is_callback(effect: Any) -> bool:

@@ -21,6 +21,7 @@ from roundpipe_core._slots import AutoLabel, Entry, Slot
 from roundpipe_core._trees import Node, Spec, paths
 
 from ._identity import token, tree_token
+from ._jax import is_reference
 
 __all__ = ["Held", "Parted", "Sort", "Split", "Template", "alike", "in_jax", "is_array", "signature", "split"]
 
@@ -70,10 +71,13 @@ def _nothing() -> None:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether `leaf` is what JAX computes with. Python scalars are not: a layer may branch on them."""
+    """Whether `leaf` is what JAX computes with. Python scalars are not: a layer may branch on them.
+
+    Nor is a `jax.Ref`, which is as if the layer closed over it.
+    """
     if isinstance(leaf, (np.ndarray, np.generic)):
         return bool(jnp.issubdtype(leaf.dtype, np.number)) or leaf.dtype == np.bool_  # not strings, objects, dates
-    return isinstance(leaf, (jax.Array, jax.Ref)) or hasattr(leaf, "__jax_array__")
+    return not is_reference(leaf) and (isinstance(leaf, jax.Array) or hasattr(leaf, "__jax_array__"))
 
 
 def in_jax(array: Any) -> Any:

@@ -52,12 +52,6 @@ class Refusals(NamedTuple):
             f"{_DEFAULT}, or save outside the inner function.",
         )
 
-    def reference(self) -> OptionError:
-        """One of its arguments can be written to."""
-        return self._error(
-            "takes no jax.Ref among the arguments: a residual is a value.", f"{_DEFAULT}, or pass what the Ref holds."
-        )
-
     def collective(self, error: Exception) -> OptionError:
         """Its backward runs outside of the `vmap` whose axis it reduces over."""
         return self._error(

@@ -160,17 +160,6 @@ def test_saves_in_inner_traces_in_the_residual_lane() -> None:
     assert not any("traceback_util.py" in line for line in found if "layer at" in line)
 
 
-def test_references_in_the_residual_lane() -> None:
-    def layer(x: Any, total: Any) -> Any:
-        total[...] += x
-        return jnp.sin(x)
-
-    wave = remat(layer, mode="custom_vjp", label="wave")
-    assert raised(OptionError, lambda: wave(X, jax.new_ref(X))) == refusal(
-        "takes no jax.Ref among the arguments: a residual is a value.", layer, ", or pass what the Ref holds."
-    )
-
-
 def test_a_value_dependent_layer_that_saves_in_an_inner_trace() -> None:
     @remat(label="both")
     def layer(x: Any) -> Any:

@@ -385,6 +385,71 @@ def test_a_reference_is_read_as_the_forward_read_it(lane: Any, way: str) -> None
     same(got[1:], [got[0]] * 2)
 
 
+def by_argument(scale: Any, x: Any) -> Any:
+    (best,) = save_for_recompute(jnp.argmax(jax.lax.stop_gradient(x)))
+    return jnp.sin(x * scale[...]) * x[best]
+
+
+def without_a_save(scale: Any, x: Any) -> Any:
+    return jnp.sin(x * scale[...])
+
+
+def in_a_scan(scale: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda x, _: (by_argument(scale, x), None), x, None, length=2)[0]
+
+
+def in_layers(f: Any) -> Any:
+    return remat(lambda *args: remat(f)(*args))
+
+
+def closing(f: Any) -> Any:
+    return lambda scale, x: remat(lambda x: f(scale, x))(x)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layer", [by_argument, without_a_save, in_a_scan])
+def test_a_reference_that_a_step_makes_is_read_as_the_forward_read_it(layer: Any, way: str) -> None:
+    def step(f: Any, x: Any) -> Any:
+        scale = jax.new_ref(x / 2)  # what it holds has a derivative
+        y = f(scale, x).sum()
+        scale[...] = 5 * x
+        return y * scale[...].sum()
+
+    residual = [] if layer is in_a_scan else [functools.partial(remat, mode="custom_vjp")]
+    got = [
+        WAYS[way](jax.value_and_grad(functools.partial(step, wrap(layer))))(X)
+        for wrap in (lambda f: f, remat, in_layers, closing, *residual)
+    ]
+    same(got[1:], [got[0]] * (len(got) - 1))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_reference_among_the_arguments_is_written_to_once(way: str) -> None:
+    def layer(count: Any, x: Any) -> Any:
+        def write() -> None:
+            count[...] += 1
+
+        update_once(write)
+        return without_a_save(count, x)
+
+    def step(x: Any) -> Any:
+        count = jax.new_ref(jnp.int32(1))
+        slopes = jax.grad(lambda x: remat(layer)(count, x).sum())(x)
+        return slopes, count[...]
+
+    slopes, count = WAYS[way](step)(X)
+    assert count == 2
+    same(slopes, 2 * jnp.cos(2 * X))
+
+    def written(count: Any, x: Any) -> Any:
+        count[...] += 1
+        return in_a_scan(count, x)
+
+    with pytest.raises(MismatchError, match="would write to a jax\\.Ref again") as caught:
+        WAYS[way](lambda x: remat(written)(jax.new_ref(x), x))(X)
+    assert "return the state as a result" in str(caught.value)
+
+
 @jax.custom_vjp
 def squared(x: Any) -> Any:
     return x**2
