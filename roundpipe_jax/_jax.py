@@ -54,6 +54,7 @@ __all__ = [
     "reverse_only",
     "scan_sizes",
     "struct",
+    "trace_of",
     "trace_state",
     "user_context",
     "zeros",
@@ -244,6 +245,21 @@ def optimization_barrier(values: _T) -> _T:
 def struct(shape: Any, dtype: Any) -> Any:
     """An array's shape and dtype."""
     return _untyped.ShapeDtypeStruct(shape, dtype)
+
+
+def trace_of(function: Callable[..., Any], variables: list[Any]) -> Jaxpr:
+    """The program of a function of values like those of some variables, for a place beside theirs in a program."""
+    avals: list[Any] = [var.aval for var in variables]
+    mesh = avals[0].sharding.mesh
+    kinds = [
+        _untyped.ShapeDtypeStruct(
+            aval.shape, aval.dtype, sharding=None if mesh.empty else aval.sharding, manual_axis_type=aval.mat
+        )
+        for aval in avals
+    ]
+    with _untyped.sharding.use_abstract_mesh(mesh):
+        traced: Jaxpr = jax.make_jaxpr(function)(*kinds).jaxpr
+    return traced
 
 
 def replaced(part: _T, **parts: Any) -> _T:

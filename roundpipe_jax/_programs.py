@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-__all__ = ["has_any", "passed_on", "subprograms", "with_subprograms"]
+from ._jax import replaced, trace_of
+
+__all__ = ["by_indices", "chose", "has_any", "passed_on", "subprograms", "with_subprograms"]
 
 
 def subprograms(eqn: JaxprEqn) -> list[Jaxpr]:
@@ -89,3 +92,32 @@ _HANDS_ON = {
     "sharding_constraint",
     "stop_gradient",
 }
+
+
+def chose(eqn: JaxprEqn, instead: Container[Any]) -> bool:
+    """Whether an operation gives values together with their indices, which were saved."""
+    return eqn.primitive.name in ("top_k", "approx_top_k") and eqn.outvars[1] in instead
+
+
+def by_indices(eqn: JaxprEqn, indices: Any) -> list[JaxprEqn]:
+    """The values at the saved indices. The operation's own derivative would have the indices that it finds again."""
+    values = eqn.outvars[0]
+    axis = eqn.params.get("axis", eqn.params.get("reduction_dimension", -1))
+    operands: list[Any] = [eqn.invars[0], indices]
+    taken = trace_of(lambda array, at: _taken(array, at, axis % array.ndim), operands)
+    renamed: dict[Any, Any] = {**dict(zip(taken.invars, operands, strict=True)), taken.outvars[0]: values}
+
+    def named(atom: Any) -> Any:
+        return atom if isinstance(atom, Literal) else renamed.get(atom, atom)
+
+    return [
+        replaced(one, invars=list(map(named, one.invars)), outvars=list(map(named, one.outvars))) for one in taken.eqns
+    ]
+
+
+def _taken(array: Any, at: Any, axis: int) -> Any:
+    """`jnp.take_along_axis` as bare operations, for any program to have them in it."""
+    others = tuple(n for n in range(array.ndim) if n != axis)
+    numbers = jax.lax.GatherDimensionNumbers((), (axis,), (axis,), others, others)
+    each = (1,) * array.ndim
+    return jax.lax.gather(array, jax.lax.expand_dims(at, [at.ndim]), numbers, each, mode="fill")

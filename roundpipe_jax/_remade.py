@@ -13,11 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var
 from jax.interpreters import ad, batching, mlir
 
-from ._jax import is_tracer, replaced, struct
-from ._programs import has_any, passed_on, subprograms, with_subprograms
+from ._jax import is_tracer, replaced
+from ._programs import by_indices, chose, has_any, passed_on, subprograms, with_subprograms
 
 __all__ = ["Doubt", "Reads", "in_place_of", "reading_saved"]
 
@@ -102,7 +102,7 @@ def _reading_saved(jaxpr: Jaxpr) -> Jaxpr:
         if any(has_any(inner, _is_remade) for inner in subprograms(eqn)):
             eqn = replaced(eqn, params=with_subprograms(eqn, _reading_saved))
         eqn = replaced(eqn, invars=list(map(read, eqn.invars)))
-        eqns += _by_indices(eqn, read(eqn.outvars[1])) if _chose(eqn, instead) else [eqn]
+        eqns += by_indices(eqn, read(eqn.outvars[1])) if chose(eqn, instead) else [eqn]
     eqns = _made_first(eqns, {atom for atom in instead.values() if isinstance(atom, Var)})
     whole = replaced(jaxpr, eqns=eqns, outvars=list(map(read, jaxpr.outvars)))
     if marks:
@@ -155,26 +155,3 @@ def _made_first(eqns: Sequence[JaxprEqn], wanted: set[Var]) -> list[JaxprEqn]:
         first.append(eqn)
         wanted = wanted.union(atom for atom in eqn.invars if isinstance(atom, Var))
     return [*reversed(first), *reversed(rest)]
-
-
-def _chose(eqn: JaxprEqn, instead: dict[Any, Any]) -> bool:
-    """Whether an operation gives values together with their indices, which were saved."""
-    return eqn.primitive.name in ("top_k", "approx_top_k") and eqn.outvars[1] in instead
-
-
-def _by_indices(eqn: JaxprEqn, indices: Any) -> list[JaxprEqn]:
-    """The values at the saved indices. The operation's own derivative would have the indices that it finds again."""
-    values = eqn.outvars[0]
-    axis = eqn.params.get("axis", eqn.params.get("reduction_dimension", -1))
-    avals: list[Any] = [eqn.invars[0].aval, indices.aval]
-    kinds = [struct(aval.shape, aval.dtype) for aval in avals]
-    taken = jax.make_jaxpr(lambda array, at: jnp.take_along_axis(array, at, axis))(*kinds)
-    renamed = {**dict(zip(taken.jaxpr.invars, (eqn.invars[0], indices), strict=True)), taken.jaxpr.outvars[0]: values}
-
-    def named(atom: Any) -> Any:
-        return atom if isinstance(atom, Literal) else renamed.get(atom, atom)
-
-    return [
-        replaced(one, invars=list(map(named, one.invars)), outvars=list(map(named, one.outvars)))
-        for one in taken.jaxpr.eqns
-    ]

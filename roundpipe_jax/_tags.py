@@ -11,8 +11,8 @@ recompute needs no second decision. What an earlier attempt decided already stan
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Container, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from ._jax import fresh_var, is_custom_vjp, is_plain, is_remat3, named, replaced
 from ._names import SAVED
 from ._pins import is_pin, pinned
 from ._places import of_operation
-from ._programs import has_any, passed_on, subprograms, with_subprograms
+from ._programs import by_indices, chose, has_any, passed_on, subprograms, with_subprograms
 
 __all__ = ["calls_custom_vjp", "lead_through_tags", "name_of", "names_in"]
 
@@ -82,26 +82,41 @@ def lead_through_tags(
     return ClosedJaxpr(replaced(jaxpr, constvars=constvars), [*closed.consts, *rewriter.constants.values()])
 
 
+class Inputs(NamedTuple):
+    """Which of the inputs of a program it saves, and of which it makes what it saves."""
+
+    saved: set[int]
+    behind: set[int]
+
+    @classmethod
+    def of(cls, jaxpr: Jaxpr, saved: Container[Var], behind: Container[Var]) -> Inputs:
+        """By variable."""
+        inputs = [*enumerate(jaxpr.invars)]
+        return cls({n for n, var in inputs if var in saved}, {n for n, var in inputs if var in behind})
+
+
 class _Rewriter:
     def __init__(self, layer: str, decided: Mapping[str, Any], divided: bool) -> None:
         self.layer, self.decided, self.divided = layer, decided, divided
         self.constants: dict[Var, Any] = {}
 
-    def program(self, jaxpr: Jaxpr, outermost: bool = False) -> tuple[Jaxpr, set[int]]:
+    def program(self, jaxpr: Jaxpr, outermost: bool = False) -> tuple[Jaxpr, Inputs]:
         """The program rewritten, and which of its inputs are saved in it."""
-        eqns, wanted = self._inner_first(jaxpr)
+        eqns, wanted, behind = self._inner_first(jaxpr)
         made_by = {var: eqn for eqn in eqns for var in eqn.outvars}
         roots = self._roots(eqns, made_by)  # saved variable -> the operations that lead from it to its tag
         first = {var: self._made_as(var, made_by) for var in roots}
-        decisions = _decisions(jaxpr, eqns, {*roots, *first.values()}, outermost)
-        for var in (*wanted, *first.values(), *decisions):
+        for var in wanted | set(first.values()):
             if not roots.get(var):
                 roots[var] = _fresh_tag(var)
         for var, chain in roots.items():
             if all(name_of(eqn) != SAVED for eqn in chain):  # JAX has left the name out
                 chain.append(_fresh_tag(var)[-1])
+        decided, given = _made_of(behind, roots, made_by)
+        needed = _needed(jaxpr, eqns, roots)
+        roots |= {var: _fresh_tag(var) for var in decided & needed}
         if not roots:
-            return replaced(jaxpr, eqns=eqns), set()
+            return replaced(jaxpr, eqns=eqns), Inputs.of(jaxpr, (), given)
         new: dict[Var, Any] = {}
         moved = {id(eqn) for chain in roots.values() for eqn in chain}
         if outermost:
@@ -112,12 +127,19 @@ class _Rewriter:
         for eqn in eqns:
             if id(eqn) in moved:
                 continue
-            out.append(replaced(eqn, invars=[_read(new, atom) for atom in eqn.invars]))
+            now = replaced(eqn, invars=[_read(new, atom) for atom in eqn.invars])
+            if eqn.outvars and eqn.outvars[0] in needed and chose(eqn, {*roots, *new}):
+                values, indices = eqn.outvars
+                out.append(replaced(now, outvars=[fresh_var(values), indices]))
+                self._tag(indices, roots, new, out)
+                out += by_indices(now, new[indices])
+                self._tag(values, roots, new, out)
+                continue
+            out.append(now)
             for var in eqn.outvars:
                 self._tag(var, roots, new, out)
-        saved = {n for n, var in enumerate(jaxpr.invars) if var in roots}
         outvars = [_read(new, atom) for atom in jaxpr.outvars]
-        return replaced(jaxpr, eqns=out, outvars=outvars), saved
+        return replaced(jaxpr, eqns=out, outvars=outvars), Inputs.of(jaxpr, roots, given)
 
     def _take_decided(self, roots: dict[Var, list[JaxprEqn]], first: Mapping[Var, Var], new: dict[Var, Any]) -> None:
         for var, chain in [*roots.items()]:
@@ -131,10 +153,14 @@ class _Rewriter:
             roots.pop(first.get(var, var), None)
             roots.pop(var, None)
 
-    def _inner_first(self, jaxpr: Jaxpr) -> tuple[list[JaxprEqn], set[Var]]:
-        """The operations with their inner programs rewritten, and the variables that those save from outside."""
+    def _inner_first(self, jaxpr: Jaxpr) -> tuple[list[JaxprEqn], set[Var], set[Var]]:
+        """The operations with their inner programs rewritten, and the variables that those save from outside.
+
+        And those of which they make what they save.
+        """
         eqns: list[JaxprEqn] = []
         wanted: set[Var] = set()
+        behind: set[Var] = set()
         for eqn in jaxpr.eqns:
             if not any(has_any(inner, _is_tag) for inner in subprograms(eqn)):
                 eqns.append(eqn)
@@ -145,21 +171,22 @@ class _Rewriter:
                 eqns.append(eqn)
                 wanted |= set(eqn.outvars) if self.divided else set()  # not differentiated: it is kept as a whole
                 continue
-            params, saved = self._params(eqn)
-            operands = _operands(eqn, saved)
-            wanted |= {operand for operand in operands if isinstance(operand, Var)}
+            params, inputs = self._params(eqn)
+            wanted |= _operands(eqn, inputs.saved)
+            behind |= _operands(eqn, inputs.behind)
             eqns.append(replaced(eqn, params=params))
-        return eqns, wanted
+        return eqns, wanted, behind
 
-    def _params(self, eqn: JaxprEqn) -> tuple[dict[str, Any], set[int]]:
-        saved: set[int] = set()
+    def _params(self, eqn: JaxprEqn) -> tuple[dict[str, Any], Inputs]:
+        found = Inputs(set(), set())
 
         def rewritten(jaxpr: Jaxpr) -> Jaxpr:
-            new, inner = self.program(jaxpr)
-            saved.update(inner)
+            new, inputs = self.program(jaxpr)
+            found.saved.update(inputs.saved)
+            found.behind.update(inputs.behind)
             return new
 
-        return with_subprograms(eqn, rewritten), saved
+        return with_subprograms(eqn, rewritten), found
 
     def _roots(self, eqns: Sequence[JaxprEqn], made_by: Mapping[Any, JaxprEqn]) -> dict[Var, list[JaxprEqn]]:
         roots: dict[Var, list[JaxprEqn]] = {}
@@ -220,42 +247,6 @@ class _Rewriter:
         )
 
 
-def _decisions(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], saved: set[Var], outermost: bool) -> list[Var]:
-    """What a saved value was made of that is no float, and that something else uses too.
-
-    Of a decision, a layer may save another form or a part, and go on with the whole. What depends on integers and keys
-    alone, outermost, is the same when it is made again.
-    """
-    varying = {var for var in (*jaxpr.constvars, *jaxpr.invars) if not outermost or _is_float(var)}
-    for eqn in eqns:
-        if subprograms(eqn) or eqn.primitive.name.endswith("callback") or not varying.isdisjoint(_variables(eqn)):
-            varying.update(eqn.outvars)
-    made_by = {var: eqn for eqn in eqns for var in eqn.outvars}
-    found, path = dict.fromkeys(saved), set()
-    for var in (open_ends := [*saved]):
-        maker = made_by.get(var)
-        if maker is None or id(maker) in path:
-            continue
-        path.add(id(maker))
-        more = [one for one in _variables(maker) if one in varying and one not in found and not _is_float(one)]
-        found |= dict.fromkeys(more)
-        open_ends += more
-    used = {atom for atom in jaxpr.outvars if isinstance(atom, Var)} | set(() if outermost else jaxpr.invars)
-    for eqn in eqns:
-        if id(eqn) not in path or len(eqn.outvars) > 1:
-            used.update(_variables(eqn))
-    return [var for var in found if var in used and var not in saved]
-
-
-def _variables(eqn: JaxprEqn) -> list[Var]:
-    return [atom for atom in eqn.invars if isinstance(atom, Var)]
-
-
-def _is_float(var: Var) -> bool:
-    aval: Any = var.aval
-    return not is_plain(aval) or bool(jnp.issubdtype(aval.dtype, jnp.inexact))
-
-
 def _fresh_tag(var: Var) -> list[JaxprEqn]:
     aval: Any = var.aval
     eqns = jax.make_jaxpr(lambda value: named(pinned(value), SAVED))(struct(aval.shape, aval.dtype)).jaxpr.eqns
@@ -266,14 +257,64 @@ def _read(new: dict[Var, Any], atom: Any) -> Any:
     return atom if isinstance(atom, Literal) else new.get(atom, atom)
 
 
-def _operands(eqn: JaxprEqn, saved: set[int]) -> list[Any]:
-    """The operands behind the inputs `saved` of an inner program: the value itself, or what it is a part of."""
+def _operands(eqn: JaxprEqn, inputs: set[int]) -> set[Var]:
+    """The operands behind the inputs of an inner program: the value itself, or what it is a part of."""
+    inner, chosen = subprograms(eqn), inputs
     if eqn.primitive.name == "cond":
-        return [eqn.invars[n + 1] for n in saved]
-    if eqn.primitive.name == "scan":
+        chosen = {n + 1 for n in inputs}
+    elif eqn.primitive.name == "scan":
         consts, carry = scan_sizes(eqn.params)
-        return [eqn.invars[n] for n in saved if not consts <= n < consts + carry]
-    inner = subprograms(eqn)
-    if len(inner) == 1 and len(inner[0].invars) == len(eqn.invars):  # a call, of whatever kind: jit, shard_map
-        return [eqn.invars[n] for n in saved]
-    return []
+        chosen = {n for n in inputs if not consts <= n < consts + carry}
+    elif len(inner) != 1 or len(inner[0].invars) != len(eqn.invars):  # no call, of whatever kind: jit, shard_map
+        chosen = set()
+    return {atom for n, atom in enumerate(eqn.invars) if n in chosen and isinstance(atom, Var)}
+
+
+def _made_of(behind: set[Var], saved: Collection[Var], made_by: Mapping[Any, JaxprEqn]) -> tuple[set[Var], set[Var]]:
+    """The decisions that what is `saved` is another form of, or a part of, and the inputs that it is one of.
+
+    Integers and booleans that are made of such are made alike again. So a decision is what is made of other values.
+    """
+    decided: set[Var] = set()
+    given: set[Var] = set()
+    seen: set[Var] = set()
+    todo = [*behind, *(operand for var in saved for operand in _exact_operands(made_by.get(var)))]
+    while todo:
+        var = todo.pop()
+        if var in seen or var in saved:
+            continue
+        seen.add(var)
+        eqn = made_by.get(var)
+        if eqn is None:
+            given.add(var)
+        elif _may_differ(eqn):
+            decided.add(var)
+        todo += _exact_operands(eqn)
+    return decided, given
+
+
+def _exact_operands(eqn: JaxprEqn | None) -> list[Var]:
+    return [] if eqn is None else [var for var in eqn.invars if isinstance(var, Var) and _is_exact(var)]
+
+
+def _is_exact(var: Var) -> bool:
+    aval: Any = var.aval
+    return is_plain(aval) and not jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _may_differ(eqn: JaxprEqn) -> bool:
+    """Whether an operation may give something else another time."""
+    if any(isinstance(atom, Var) and not _is_exact(atom) for atom in eqn.invars):
+        return True
+    calls_back = "callback" in eqn.primitive.name
+    return calls_back or any(has_any(inner, _may_differ) for inner in subprograms(eqn))
+
+
+def _needed(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], roots: Mapping[Var, Sequence[JaxprEqn]]) -> set[Var]:
+    """The variables that the program reads where it has what is saved."""
+    moved = {id(eqn) for chain in roots.values() for eqn in chain}
+    needed = {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
+    for eqn in reversed(eqns):
+        if id(eqn) not in moved and (eqn.effects or any(var in needed and var not in roots for var in eqn.outvars)):
+            needed.update(atom for atom in eqn.invars if isinstance(atom, Var))
+    return needed

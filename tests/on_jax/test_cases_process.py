@@ -98,6 +98,15 @@ def eight_devices() -> None:
         assert got[0].sharding.spec == P("d")
     alike(jax.jit(grad(remat(over_mesh(layer))))(x, W), want)  # saves inside shard_map
 
+    def chosen(x: Any, w: Any) -> Any:
+        values, index = lax.top_k(x @ w, 1)
+        save_for_recompute(index, index.astype(jnp.int8))
+        return jnp.tanh(values) * (index + 1)
+
+    want = grad(chosen)(x, W)
+    for step in (jax.checkpoint(over_mesh(chosen)), remat(over_mesh(chosen)), over_mesh(remat(chosen))):
+        alike(jax.jit(grad(step))(x, W), want)
+
 
 SETTINGS: dict[Callable[[], None], dict[str, str]] = {
     sixty_four_bits: {},

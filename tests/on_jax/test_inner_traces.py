@@ -451,6 +451,49 @@ def test_a_differentiated_choice_is_made_once_in_someone_elses_checkpoint() -> N
         assert program.count("top_k") == 1
 
 
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "narrower": lambda idx: save_for_recompute(idx.astype(jnp.int8)),
+    "a part": lambda idx: save_for_recompute(idx[:1]),
+    "several": lambda idx: save_for_recompute({"a": idx.T, "sum": idx.sum()}),
+    "floats": lambda idx: save_for_recompute(jax.nn.one_hot(idx, D)),
+    "in a jit": jax.jit(lambda idx: save_for_recompute(idx.astype(jnp.int8))),
+    "in a scan": lambda idx: jax.lax.scan(lambda _, i: (0, save_for_recompute(i > 1)), 0, idx),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_another_form_of_a_decision_is_saved_in_someone_elses_checkpoint(form: str) -> None:  # R8
+    """The layer goes on with the decision as it was made, besides what it saved or instead of it."""
+    draws = Draws()
+
+    def layer(x: Any) -> Any:
+        idx = draws.traced(x)
+        saved = jax.tree.leaves(FORMS[form](idx))
+        return jnp.sin(use(x, W[0], idx)) * (1 + 0 * saved[-1].sum())
+
+    value, got = jax.value_and_grad(lambda x: jax.checkpoint(layer)(x).sum())(X)
+    [idx] = draws.log
+    want = jax.value_and_grad(lambda x: jnp.sin(use(x, W[0], idx)).sum())(X)
+    np.testing.assert_allclose(value, want[0], rtol=1e-5)
+    np.testing.assert_allclose(got, want[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrap", [jax.checkpoint, lambda f: remat(lambda x: jax.lax.map(f, x[None])[0])])
+def test_values_of_a_choice_are_at_the_indices_that_were_saved_inside(wrap: Any) -> None:
+    draws = Draws()
+
+    def layer(x: Any) -> Any:
+        noise = jax.nn.one_hot(draws.traced(x)[:, 0], D)  # not saved: the recompute chooses otherwise
+        values, idx = jax.lax.top_k(x * 0 + noise, 1)
+        save_for_recompute(idx)
+        return jnp.exp(values) * jnp.take_along_axis(jnp.exp(x), idx, 1)
+
+    got = jax.grad(lambda x: wrap(layer)(x).sum())(X)
+    first, second = draws.log
+    want = jnp.exp(X) * jax.nn.one_hot(first[:, 0], D) * jnp.exp(first == second)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
 def test_a_decision_of_constants_is_made_once_in_someone_elses_checkpoint() -> None:
     draws = Draws()
     layer = remat(lambda x, w: by_value(draws, x, w))
