@@ -2,8 +2,9 @@
 
 Each pair runs in turn, many times. "By hand" is: for record and replay, a forward without a tape and a clone of each
 routing; for save, a file written in one go, synced and renamed, and its folder synced; for load, a file read array by
-array. Save and load also take the checksum of every byte. Record and replay are CPU time, save and load wait for the
-disk and are wall time.
+array, and both keep what they have loaded: else the next one gets the memory of the last, or not, as it happens. Our
+save and load also take the checksum of every byte. Record and replay are CPU time, save and load wait for the disk and
+are wall time.
 """
 
 from __future__ import annotations
@@ -78,17 +79,23 @@ def measure(dtype: torch.dtype, tokens: int, folder: Path, rounds: int) -> Itera
     written()
     tape.save(path)
     table = f"{LAYERS} layers, {tokens} tokens, top {TOP_K}, {dtype}".replace("torch.", "")
+    kept: list[Any] = []
+
+    def keeping(load: Callable[[], Any]) -> Callable[[], None]:
+        return lambda: kept.append(load())
+
     pairs: tuple[tuple[str, Callable[[], Any], Callable[[], Any], Callable[[], float]], ...] = (
         ("record", recorded, cloning, time.process_time),
         ("replay", replayed, passing, time.process_time),
         ("save", lambda: tape.save(path), written, time.perf_counter),
-        ("load", lambda: Tape.load(path), read, time.perf_counter),
-        ("load, mmap", lambda: Tape.load(path, mmap=True), read, time.perf_counter),
+        ("load", keeping(lambda: Tape.load(path)), keeping(read), time.perf_counter),
+        ("load, mmap", keeping(lambda: Tape.load(path, mmap=True)), keeping(read), time.perf_counter),
     )
     for what, ours, by_hand, clock in pairs:
         ways = {"by hand": by_hand, "ours": ours}
         gated = ("ours",) if clock is time.process_time else ()  # a disk is another each day
         yield from timed(table, what, ways, "by hand", rounds, clock=clock, ours=gated, tolerance=0.25)
+        kept.clear()
     beyond = path.stat().st_size - tape.nbytes()
     yield Row(table, "ours", "bytes of the file beyond the data", beyond, "B", tolerance=0.0)
 

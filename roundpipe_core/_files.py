@@ -6,7 +6,6 @@ import collections
 import contextlib
 import errno
 import itertools
-import mmap
 import os
 import secrets
 import stat
@@ -16,12 +15,11 @@ from io import BytesIO, FileIO
 
 from ._errors import TapeError, message
 
-__all__ = ["Path", "new_memory", "opened", "read_exactly", "read_into", "replacing", "set_out", "write_all"]
+__all__ = ["Path", "opened", "read_at", "read_exactly", "replacing", "set_out", "write_all"]
 
 Path = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 _PART = 1 << 30  # no system takes more than 2 GiB in one call
 _PARTS = 512  # nor more pieces
-_LARGE = 2 << 20  # bytes of a large page
 _seeking = threading.Lock()
 
 
@@ -52,34 +50,26 @@ def read_exactly(file: FileIO | BytesIO, size: int) -> bytes:
     return b"".join(parts)
 
 
-def read_into(memory: memoryview, file: FileIO, begin: int) -> int:
-    """Fill `memory` from `begin` on, and tell how far; it ends only where the file does. Several threads may do so."""
-    at = 0
-    while at < memory.nbytes and (got := _read_part(memory[at : at + _PART], file, begin + at)):
-        at += got
-    return at
+def read_at(file: FileIO, begin: int, size: int) -> memoryview:
+    """`size` bytes from `begin` on; fewer only where the file ends. Several threads may do so."""
+    first = _read_part(file, begin, size)
+    if len(first) == size:
+        return memoryview(first)
+    memory = memoryview(bytearray(size))
+    at, part = 0, first
+    while part:
+        memory[at : at + len(part)] = part
+        at += len(part)
+        part = _read_part(file, begin + at, size - at)
+    return memory[:at].toreadonly()
 
 
-def _read_part(memory: memoryview, file: FileIO, begin: int) -> int:
-    if hasattr(os, "preadv"):
-        return os.preadv(file.fileno(), [memory], begin)
+def _read_part(file: FileIO, begin: int, size: int) -> bytes:
+    if hasattr(os, "pread"):
+        return os.pread(file.fileno(), min(size, _PART), begin)
     with _seeking:  # Windows
         file.seek(begin)
-        return file.readinto(memory)
-
-
-def new_memory(size: int) -> memoryview:
-    """`size` bytes. Many are in large pages, where the system has such: it gives small ones more slowly than they fill.
-
-    A mapping of whole large pages begins at one; what the last has too much is never touched.
-    """
-    large = size // _LARGE * _LARGE
-    with contextlib.suppress(AttributeError, OSError):  # what no other system has, or this one refuses
-        if large:
-            pages = mmap.mmap(-1, -(-size // _LARGE) * _LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            pages.madvise(mmap.MADV_HUGEPAGE, 0, large)
-            return memoryview(pages)[:size]
-    return memoryview(bytearray(size))
+        return file.read(min(size, _PART))
 
 
 def set_out(file: FileIO, begin: int, end: int) -> None:

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ._backend import backend_of, described, expand, host_of, origin_of
 from ._errors import TapeError, message
-from ._files import Path, new_memory, opened, read_into, replacing, set_out, write_all
+from ._files import Path, opened, read_at, replacing, set_out, write_all
 from ._host import DTYPES, HostArray, itemsize_of
 from ._places import Place
 from ._safetensors import HEADER_LIMIT, FaultError, Held, parsed_json, read_header, table
@@ -49,7 +49,7 @@ __all__ = ["VERSION", "dumped", "load", "loaded", "save"]
 VERSION = "1"
 FORMAT = "roundpipe_tape"
 _READING = 4  # threads, which also take the checksums
-_GROUP = 8 << 20  # bytes that are handed to a thread at a time, and that lie in one piece of memory when they are read
+_GROUP = 2 << 20  # bytes that are handed to a thread at a time, and that lie in one piece of memory when they are read
 _WORD = 8  # bytes of the widest element that has to lie at a multiple of its size
 _UNKNOWN = "0" * 8
 
@@ -141,16 +141,20 @@ def _write(tape: Tape, file: _File, written: Callable[[_File, int, int], None]) 
     ordered = sorted(arrays, key=lambda stored: -stored.size)  # so that each begins at a multiple of its own size
     head = _head(root, arrays, ordered, sums)
     begin = file.seek(len(head))
-    for group in _groups(ordered):
-        parts = {stored.name: _bytes_of(stored) for stored in group}
-        wait = begun(functools.partial(_sum_up, parts, sums))
-        try:
+    waits: list[Callable[[], None]] = []
+    try:
+        for group in _groups(ordered):
+            parts = {stored.name: _bytes_of(stored) for stored in group}
+            waits.append(begun(functools.partial(_sum_up, parts, sums)))
             write_all(file, parts.values())
-        finally:
+            end = file.tell()
+            written(file, begin, end)
+            begin = end
+            if len(waits) > 1:  # else copies of arrays that do not lie in one piece would pile up
+                waits.pop(0)()
+    finally:
+        for wait in waits:
             wait()
-        end = file.tell()
-        written(file, begin, end)
-        begin = end
     head = _head(root, arrays, ordered, sums)
     file.seek(0)
     write_all(file, [head])
@@ -401,8 +405,7 @@ def _read(file: FileIO, start: int) -> _Read:
 
     def read(begin: int, end: int) -> memoryview:
         ahead = begin % _WORD  # elements lie across no boundaries in memory, if they do not in the file
-        memory = new_memory(ahead + end - begin)[ahead:]
-        return _whole(memory[: read_into(memory, file, start + begin)], end - begin).toreadonly()
+        return _whole(read_at(file, start + begin - ahead, ahead + end - begin)[ahead:], end - begin)
 
     return read
 

@@ -40,14 +40,12 @@ from roundpipe_core import (
     replay,
     save_for_recompute,
 )
-from roundpipe_core._files import new_memory, read_exactly, read_into, write_all
+from roundpipe_core._files import read_at, read_exactly, write_all
 from roundpipe_core._phase import Run, open_slot, thread
 from roundpipe_core._safetensors import HEADER_LIMIT, FaultError, parsed_json
 from tests.said import said
 
 ROOT = Path(__file__).parents[2]
-_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-LARGE_PAGES = _PAGES.read_text() if _PAGES.exists() else "[never]"
 
 
 class Plan(NamedTuple):
@@ -1194,15 +1192,15 @@ def test_who_interrupts_a_load_waits_for_its_threads(tmp_path: Path, monkeypatch
     monkeypatch.setattr(_tapefile, "_GROUP", 1)
     path = tmp_path / "a.tape"
     saved(*(np.full(1, n) for n in range(9))).save(path)
-    main, read = threading.current_thread(), _tapefile.read_into
+    main, read = threading.current_thread(), _tapefile.read_at
 
-    def interrupted(*given: Any) -> int:
+    def interrupted(*given: Any) -> memoryview:
         if threading.current_thread() is main:
             raise KeyboardInterrupt
         time.sleep(0.01)
         return read(*given)
 
-    monkeypatch.setattr(_tapefile, "read_into", interrupted)
+    monkeypatch.setattr(_tapefile, "read_at", interrupted)
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
         Tape.load(path)
@@ -1330,40 +1328,15 @@ def test_many_arrays_are_written_in_few_steps(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("system", ["posix", "windows"])
 def test_reading_from_a_place_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str) -> None:
     (tmp_path / "whole").write_bytes(b"0123456789")
-    give = os.preadv
+    give = os.pread
     if system == "windows":
-        monkeypatch.delattr(os, "preadv")
+        monkeypatch.delattr(os, "pread")
     else:
-        monkeypatch.setattr(os, "preadv", lambda file, parts, begin: give(file, [parts[0][:3]], begin))
+        monkeypatch.setattr(os, "pread", lambda file, size, begin: give(file, min(size, 3), begin))
     with FileIO(tmp_path / "whole") as file:
         for begin, size, read in (2, 7, b"2345678"), (6, 7, b"6789"), (10, 1, b""), (3, 0, b""):
-            memory = memoryview(bytearray(size))
-            assert memory[: read_into(memory, file, begin)] == read
-
-
-@pytest.mark.parametrize("refuses", [None, OSError(errno.EINVAL, "no large pages"), OSError(errno.ENOMEM, "no more")])
-@pytest.mark.parametrize("size", [0, 1, 2 << 20, (4 << 20) + 5])
-def test_memory_of_any_size(monkeypatch: pytest.MonkeyPatch, size: int, refuses: OSError | None) -> None:
-    def none(*_: Any, **__: Any) -> Any:
-        raise refuses  # type: ignore[misc]
-
-    if refuses is not None:
-        monkeypatch.setattr("roundpipe_core._files.mmap.mmap", none)
-    memory = new_memory(size)
-    assert (memory.nbytes, memory.readonly) == (size, False)
-    memory[:] = b"x" * size
-
-
-@pytest.mark.skipif("[never]" in LARGE_PAGES, reason="this system has no large pages")
-def test_a_large_tape_is_read_into_large_pages(tmp_path: Path) -> None:
-    """The system gives small ones more slowly than they are filled."""
-    resource = pytest.importorskip("resource")
-    arrays = tuple(np.arange(1 << 18) for _ in range(8))
-    saved(*arrays).save(tmp_path / "a.tape")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    tape = Tape.load(tmp_path / "a.tape")
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 1024  # of 4096 small ones
-    assert alike(data_of(tape), arrays)
+            found = read_at(file, begin, size)
+            assert (bytes(found), found.readonly) == (read, True)
 
 
 def test_arrays_that_another_program_put_at_odd_places(tmp_path: Path) -> None:
