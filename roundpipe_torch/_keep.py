@@ -16,6 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -39,12 +40,15 @@ from ._errors import (
 )
 from ._hooks import Hooked, hooked_since, is_hooked, now
 from ._inputs import save_tensor
+from ._leaves import gradients, leaves_behind
 from ._matching import cast_of, node_count
 from ._offload import Here, Shipped
+from ._ranks import is_sharded
 from ._residuals import Argument, Held, Packer, Site, unpack, whole_of
+from ._state import modules_of
 from ._views import Origins, View, version_of
 
-__all__ = ["Kept", "forget_with", "keep", "release"]
+__all__ = ["accumulates", "forget_with", "keep", "release"]
 
 _Node = Any
 
@@ -87,8 +91,8 @@ class Kept:
     """What one call of `keep` leaves for the recomputes."""
 
     __slots__ = (
-        "grads", "graph", "layer", "linked", "makers", "met", "name", "needs", "nodes", "outputs", "place",
-        "residuals", "site", "spec", "state", "taken", "waiting", "weights", "written",
+        "anchor", "behind", "grads", "graph", "layer", "linked", "makers", "met", "name", "needs", "nodes", "outputs",
+        "place", "residuals", "site", "spec", "state", "taken", "waiting", "weights", "written",
     )  # fmt: skip
 
     def __init__(self, layer: str, name: str, place: Place, site: Site) -> None:
@@ -109,6 +113,8 @@ class Kept:
         self.graph: list[Any] | None = None  # edges of the tracked outputs into the function's graph
         self.waiting: list[weakref.ref[Argument]] = []  # where that graph gets the arguments that it needs
         self.grads: dict[int, torch.Tensor] = {}  # what a backward through it gave for the arguments
+        self.anchor = torch.empty(0)  # what that backward asks for, so that it gets to the arguments
+        self.behind: list[torch.Tensor] | None = None  # leaves of the closure; None if that backward has to add to them
 
     def places(self) -> Counter[str]:
         """Bytes held for the recompute and for the function's backward, each memory once, by where they are (R12)."""
@@ -141,7 +147,8 @@ class Kept:
         if places and torch.is_grad_enabled():
             values = [leaves[n].detach() for n in places]
             linked = [arguments[n] for n in self.linked]
-            stood: Any = _Stand.apply(self, saved, values, _anchor(), *linked)  # type: ignore[no-untyped-call]
+            behind = [torch.empty(0, requires_grad=True)] if self.behind is None else self.behind
+            stood: Any = _Stand.apply(self, saved, values, *linked, *behind)  # type: ignore[no-untyped-call]
             for n, leaf in zip(places, stood, strict=True):
                 leaves[n] = leaf
         return leaves
@@ -152,7 +159,7 @@ class Kept:
             raise differentiated_inside(self.layer, self.name, self.place)
 
     def through(self, grads: tuple[torch.Tensor | None, ...], saved: list[Any]) -> list[torch.Tensor | None]:
-        """Gradients of the linked arguments, by the function's own graph."""
+        """Gradients of the linked arguments and the leaves behind, by the function's own graph."""
         if self.graph is None:
             raise differentiated_inside(self.layer, self.name, self.place)
         if torch.is_grad_enabled():
@@ -161,10 +168,16 @@ class Kept:
         for argument, tensor in asking:
             if argument is not None:
                 argument.live = tensor.unpack()
-        pairs = [(out, grad) for out, grad in zip(self.graph, grads, strict=True) if grad is not None]
+        asked = [grad is not None for grad in grads]
+        roots, with_grad = [*compress(self.graph, asked)], [grad for grad in grads if grad is not None]
         try:
-            torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs], retain_graph=True)
-            return [self.grads.get(n) for n in self.linked]
+            if self.behind is None:
+                torch.autograd.backward(roots, with_grad, retain_graph=True)
+                return [*map(self.grads.get, self.linked), None]
+            asked = [leaf.requires_grad for leaf in self.behind]  # what is frozen by now gets no gradient
+            found = iter(gradients(roots, with_grad, [*compress(self.behind, asked), self.anchor], retain_graph=True))
+            of_leaves = [next(found) if trained else None for trained in asked]
+            return [*map(self.grads.get, self.linked), *of_leaves]
         finally:
             self.grads.clear()
             for argument, _ in asking:
@@ -183,7 +196,7 @@ class _Stand(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        return (None, None, None, None, *ctx.kept.through(grads, ctx.saved))
+        return (None, None, None, *ctx.kept.through(grads, ctx.saved))
 
 
 class _Cut(torch.autograd.Function):
@@ -204,38 +217,39 @@ class _Cut(torch.autograd.Function):
 class _Call:
     """The function, and the tensors that it is called with, its closure's included."""
 
-    __slots__ = ("_function", "_names", "_opened", "_values", "count", "tensors")
+    __slots__ = ("_names", "_opened", "count", "function", "tensors", "values")
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._function, self._names = function, tuple(kwargs)
-        self._values = (*args, *kwargs.values())
-        self._opened = [_opened(value) for value in self._values]
+        self.function, self._names = function, tuple(kwargs)
+        self.values = (*args, *kwargs.values())
+        self._opened = [_opened(value) for value in self.values]
         self.tensors = [leaf for leaves, _ in self._opened for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self.count = len(self.tensors)  # of the arguments
         _add_captured(function, self.tensors)
 
-    def given(self, isolated: bool, grads: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+    def given(self, isolated: bool, kept: Kept) -> list[torch.Tensor]:
         """The tensors to call with: these, or the same cut off from their graph."""
         if not isolated:
             return self.tensors
+        kept.anchor.requires_grad_()
         arguments = self.tensors[: self.count]
         first = {id(tensor): n for n, tensor in reversed(list(enumerate(arguments)))}
-        cut = {n: _cut(grads, n, arguments[n]) for n in first.values()}
+        cut = {n: _cut(kept, n, arguments[n]) for n in first.values()}
         return [cut[first[id(tensor)]] for tensor in arguments] + self.tensors[self.count :]
 
     def __call__(self, tensors: list[torch.Tensor]) -> Any:
-        values = self._values if tensors is self.tensors else self._with(iter(tensors))
+        values = self.values if tensors is self.tensors else self._with(iter(tensors))
         positional = len(values) - len(self._names)
-        return self._function(*values[:positional], **dict(zip(self._names, values[positional:], strict=True)))
+        return self.function(*values[:positional], **dict(zip(self._names, values[positional:], strict=True)))
 
     def hooked_since(self, mark: int, tensors: list[torch.Tensor]) -> Iterator[Hooked]:
         """The tensors from before the function on which it has put hooks."""
-        return hooked_since(mark, self._function, [*tensors, *self._values], {})
+        return hooked_since(mark, self.function, [*tensors, *self.values], {})
 
     def _with(self, tensors: Iterator[torch.Tensor]) -> tuple[Any, ...]:
         """The arguments around other tensors. What holds none that is new stays the object that it is."""
         values = []
-        for value, (leaves, spec) in zip(self._values, self._opened, strict=True):
+        for value, (leaves, spec) in zip(self.values, self._opened, strict=True):
             new = [next(tensors) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             same = all(a is b for a, b in zip(leaves, new, strict=True))
             values.append(value if same else unflatten(spec, iter(new)))
@@ -263,15 +277,11 @@ def _add_captured(function: Any, tensors: list[torch.Tensor]) -> None:
                     tensors.append(cell.cell_contents)
 
 
-def _cut(grads: dict[int, torch.Tensor], n: int, tensor: torch.Tensor) -> torch.Tensor:
+def _cut(kept: Kept, n: int, tensor: torch.Tensor) -> torch.Tensor:
     cut: torch.Tensor = tensor
     if tensor.requires_grad:
-        cut = _Cut.apply(grads, n, [tensor], _anchor())  # type: ignore[no-untyped-call]
+        cut = _Cut.apply(kept.grads, n, [tensor], kept.anchor)  # type: ignore[no-untyped-call]
     return cut
-
-
-def _anchor() -> torch.Tensor:
-    return torch.empty(0, requires_grad=True)
 
 
 def keep(run: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> Any:
@@ -318,7 +328,7 @@ _LEFT_OUT = object()
 
 def _first(run: Any, kept: Kept, call: _Call, isolated: bool, waiting: list[Argument]) -> Any:
     """Run the function, and note what the recomputes need to know."""
-    given = call.given(isolated, kept.grads)
+    given = call.given(isolated, kept)
     met, taken, begun, mark = run.met(), run.taken.copy(), node_count(), now()
     versions = [version_of(tensor) for tensor in given]
     kept.site.ship = weakref.WeakMethod(run.ship)  # the run holds the slot, and the slot the site
@@ -350,6 +360,9 @@ def _first(run: Any, kept: Kept, call: _Call, isolated: bool, waiting: list[Argu
     if isolated:
         if foreign:
             raise captured(kept.layer, kept.name, kept.place)
+        ends = {(tensor.grad_fn, tensor.output_nr): False for tensor in given if tensor.grad_fn is not None}
+        if not is_sharded(modules_of(call.function, call.values)):
+            kept.behind = leaves_behind(tracked, ends, begun, accumulates)
         if sideways:
             kept.linked = [n for n, tensor in enumerate(call.tensors) if tensor.requires_grad]
         kept.graph = [get_gradient_edge(leaf) for leaf in tracked]
@@ -391,6 +404,15 @@ def _isolated(kept: Kept, outputs: Any, call: _Call, waiting: list[Argument], sa
     return unflatten(kept.spec, iter(leaves))
 
 
+def accumulates(node: Any) -> bool:
+    """Whether a region or a kept function adds to gradients at once."""
+    kept = getattr(node, "kept", None)
+    if isinstance(kept, Kept):
+        return kept.graph is not None and kept.behind is None
+    adds: bool = getattr(getattr(node, "region", None), "accumulates", False)
+    return adds
+
+
 def _line_up(run: Any, kept: Kept, leaves: list[Any], nodes: int) -> None:
     """Let traces count nodes from here as if the function had run."""
     for trace in run.traces():
@@ -419,7 +441,7 @@ def _reached(
     reached: set[int] = set()
     while waiting:
         asked = waiting.pop()
-        sideways = sideways or getattr(getattr(asked, "region", None), "accumulates", False)
+        sideways = sideways or accumulates(asked)
         for edge in asked.next_functions:
             node = edge[0]
             if edge in edges:
@@ -437,7 +459,7 @@ def _reached(
 def release(slot: Slot) -> None:
     """Let go of the graphs that isolated functions left: no backward comes any more."""
     for kept in _held(slot):
-        kept.graph = None
+        kept.graph = kept.behind = None
 
 
 def forget_with(owner: object, slot: Slot) -> None:
@@ -447,7 +469,7 @@ def forget_with(owner: object, slot: Slot) -> None:
 
 def _forget(slot: Slot) -> None:
     for kept in _held(slot):
-        kept.graph, kept.outputs = None, []
+        kept.graph, kept.behind, kept.outputs = None, None, []
 
 
 def _held(slot: Slot) -> Iterator[Kept]:

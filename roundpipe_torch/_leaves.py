@@ -1,4 +1,4 @@
-"""Leaves that a layer of the second engine takes from its closure: mostly weights.
+"""Leaves that a layer of the second engine, or a function that it keeps, takes from its closure: mostly weights.
 
 A backward inside a backward would add to their gradients at once, a part in each region, and their hooks would see the
 parts. So the leaves behind the forward's outputs become inputs of the region's node: the backward inside gives it their
@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 
 from roundpipe_core import RoundPipeError
 
@@ -85,34 +86,44 @@ class _Muted:
 
 
 def gradients(
-    outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor] | Sequence[GradientEdge],
+    grads: Sequence[torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    *,
+    retain_graph: bool = False,
 ) -> Sequence[torch.Tensor | None]:
     """The gradients by `leaves`, whose hooks wait for those of the backward around."""
     hooked = [_mute(leaf) for leaf in leaves]
     if not any(hooked):
-        return _differentiated(outputs, grads, leaves)
+        return _differentiated(outputs, grads, leaves, retain_graph)
     task: list[int] = []
 
     def begin(_: Any) -> None:
         task.append(torch._C._current_graph_task_id())
         _Muted.within.add(task[-1])
 
-    with torch.enable_grad():
-        roots = [output if output.grad_fn is not None else output.view_as(output) for output in outputs]
-    for root in roots:
-        node: Any = root.grad_fn
-        node.register_prehook(begin)  # before any leaf is reached
+    with torch.enable_grad():  # an output that is a leaf has its own hooks
+        roots: Any = [
+            one.view_as(one) if isinstance(one, torch.Tensor) and one.grad_fn is None else one for one in outputs
+        ]
+    nodes: list[Any] = [one.grad_fn if isinstance(one, torch.Tensor) else one.node for one in roots]
+    handles = [node.register_prehook(begin) for node in nodes]  # before any leaf is reached
     try:
-        return _differentiated(roots, grads, leaves)
+        return _differentiated(roots, grads, leaves, retain_graph)
     finally:
+        for handle in handles:
+            handle.remove()
         _Muted.within.difference_update(task)
 
 
 def _differentiated(
-    outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor] | Sequence[GradientEdge],
+    grads: Sequence[torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    retain_graph: bool,
 ) -> Sequence[torch.Tensor | None]:
     try:
-        return torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
+        return torch.autograd.grad(outputs, leaves, grads, allow_unused=True, retain_graph=retain_graph)
     except RoundPipeError:
         raise
     except RuntimeError as error:

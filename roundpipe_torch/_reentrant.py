@@ -45,7 +45,7 @@ from ._errors import (
 from ._frames import Options
 from ._hooks import Hooked, Resting, gradient_nodes, is_hooked, left_since, now
 from ._inputs import Original, as_it_was, as_now, repeated, restored
-from ._keep import Kept, forget_with, release
+from ._keep import accumulates, forget_with, release
 from ._leaves import gradients, leaves_behind
 from ._matching import Trace, node_count, other_layout, region_codes
 from ._modes import Modes
@@ -209,7 +209,7 @@ class _Region:
         reached = {end: False for end in ends if end[0] is not None}
         behind = None
         if not is_sharded(modules_of(self.function, self.leaves)):
-            behind = leaves_behind(outputs, reached, begun, _accumulates)
+            behind = leaves_behind(outputs, reached, begun, accumulates)
         self.accumulates = behind is None
         self.known = [weakref.ref(leaf) for leaf in behind or ()]
         self.closed = [weakref.ref(leaf) for leaf in behind or () if id(leaf) not in own]
@@ -421,7 +421,7 @@ class _Reentrant(torch.autograd.Function):
             (out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None and out.requires_grad
         ]
         if region.expected and len(with_grad) < sum(out.requires_grad for out in outputs):  # else see _differentiated
-            region.refuse_others(leaves_behind(outputs, {}, begun, _accumulates))
+            region.refuse_others(leaves_behind(outputs, {}, begun, accumulates))
             region.expected = ()
         del outputs
         nodes = [node for node, _ in ctx.next_functions[1:]]
@@ -500,7 +500,7 @@ def _differentiated(
     """
     roots, grads = zip(*outputs, strict=True)
     outputs.clear()
-    leaves = None if region.accumulates else leaves_behind(roots, {}, begun, _accumulates)
+    leaves = None if region.accumulates else leaves_behind(roots, {}, begun, accumulates)
     if leaves is None:
         if not _may_accumulate():
             raise accumulates_only(region.slot.label)
@@ -557,18 +557,9 @@ def _alive(references: list[weakref.ref[torch.Tensor]]) -> torch.Tensor | None:
 def _behind_each(outputs: list[torch.Tensor], ends: Iterable[tuple[Any, int]], begun: int) -> set[int]:
     """The leaves that each of the outputs depends on which carry gradient, by identity."""
     found = (
-        leaves_behind([out], dict.fromkeys(ends, False), begun, _accumulates) for out in outputs if out.requires_grad
+        leaves_behind([out], dict.fromkeys(ends, False), begun, accumulates) for out in outputs if out.requires_grad
     )
     return set.intersection(*({id(leaf) for leaf in leaves or ()} for leaves in found))
-
-
-def _accumulates(node: Any) -> bool:
-    """Whether a region or a kept function inside adds to gradients at once."""
-    if node._forward_cls is _Reentrant:
-        accumulates: bool = node.region.accumulates
-        return accumulates
-    kept = getattr(node, "kept", None)
-    return isinstance(kept, Kept) and kept.graph is not None
 
 
 _may_accumulate: Callable[[], bool] = torch.autograd._is_checkpoint_valid

@@ -575,6 +575,38 @@ def test_a_second_derivative_under_the_second_engine_is_a_named_error() -> None:
         reentrant(layer, leaf(3)).sum().backward()
 
 
+@pytest.mark.parametrize("hooked", ["before", "in the function"])
+@pytest.mark.parametrize("inside", [lambda f, x: f(x), checkpoint, reentrant])
+def test_a_weight_in_a_kept_function_and_elsewhere_has_one_gradient(hooked, inside) -> None:
+    """Its hooks see all of that at once, and `torch.autograd.grad` gets it."""
+
+    def scenario(way, ask=False):
+        x, w, frozen, calls = leaf(3), leaf(3), leaf(3), []
+
+        def clip(gradient):
+            calls.append(gradient.clone())
+            return gradient.clamp(max=0.5)
+
+        def part(x):
+            y = (x * w * frozen).sin()
+            if hooked == "in the function":
+                w.register_hook(clip)
+            return y
+
+        if hooked == "before":
+            w.register_hook(clip)
+        y = way(lambda x: keep(lambda x: inside(part, x), inside(part, x)), x)
+        frozen.requires_grad_(inside is checkpoint)  # whose recompute would not save the same
+        if ask:
+            return [*torch.autograd.grad(y.sum(), [x, w]), calls]
+        y.sum().backward(retain_graph=True)
+        y.sum().backward()
+        return [y, x.grad, w.grad, frozen.grad, calls]
+
+    for ask in False, True:
+        same(scenario(reentrant, ask), scenario(plain, ask), within=1e-6)
+
+
 def test_early_stop_ends_before_the_work_behind_what_is_kept() -> None:
     runs = []
 

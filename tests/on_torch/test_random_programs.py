@@ -323,6 +323,11 @@ BUFFER = Layer("checkpoint", (), "buffer", False)
             False,
         ),
         (Program(Region("reentrant", (Call(0),), "positional", "dataclass"), (WEIGHT,)), each_output, False),
+        (
+            Program(Region("reentrant", (Call(0), Keep((Call(0),))), "positional", "tensor"), (WEIGHT,)),
+            one_backward,
+            False,
+        ),
         (Program(_layer(_as_it_is("tensor"), Hook(bare=True), Do("add", 2))), one_backward, False),
         (Program(_layer(_as_it_is("pair"), Hook(bare=True), Do("detach", 2))), one_backward, False),
         (
@@ -337,6 +342,7 @@ BUFFER = Layer("checkpoint", (), "buffer", False)
         "indices of a forward under way",
         "buffers that a region inside knows",
         "a hooked weight behind one output",
+        "a hooked weight in and beside a kept part",
         "an argument handed through",
         "arguments handed through",
         "an argument beside what a hooked weight made",

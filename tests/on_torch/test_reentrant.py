@@ -18,7 +18,6 @@ from roundpipe_torch import (
     checkpoint,
     doing_recompute,
     get_recompute_data,
-    keep,
     remat,
     save_for_recompute,
 )
@@ -299,16 +298,11 @@ def a_checkpoint_of_torch(h):
     return lambda x: torch.utils.checkpoint.checkpoint(torch.mul, x, x, use_reentrant=True)
 
 
-def a_kept_part(h):
-    w = integers(5)
-    return lambda x: keep(lambda x: x * w, x)
-
-
 def a_region_that_reaches_out(h):
     return lambda x: reentrant(outside(x.sin()), x)
 
 
-@pytest.mark.parametrize("make", [outside, a_checkpoint_of_torch, a_kept_part, a_region_that_reaches_out])
+@pytest.mark.parametrize("make", [outside, a_checkpoint_of_torch, a_region_that_reaches_out])
 def test_autograd_grad_is_refused_with_the_way_out_where_a_backward_inside_accumulates(make) -> None:
     def scenario(way):
         x, w = integers(0), integers(1)
