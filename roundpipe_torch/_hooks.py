@@ -19,7 +19,17 @@ from torch.utils.hooks import RemovableHandle
 from ._inputs import tensors_in
 from ._state import tensors_of
 
-__all__ = ["Hooked", "Resting", "gradient_nodes", "hooked_since", "is_hooked", "left_since", "now", "take_off"]
+__all__ = [
+    "Hooked",
+    "Resting",
+    "gradient_nodes",
+    "hooked_since",
+    "hooks_on",
+    "is_hooked",
+    "left_since",
+    "now",
+    "take_off",
+]
 
 _Hooks = MutableMapping[int, Callable[..., Any]]
 
@@ -106,7 +116,11 @@ def _hooks_of_node(tensor: torch.Tensor) -> Iterator[_Hooks]:
     """Those on the node that made it, or that takes its gradient. Only a handle knows where they are."""
     if not tensor.requires_grad:
         return
-    node = tensor.grad_fn or _taker(tensor)
+    yield from hooks_on(tensor.grad_fn or _taker(tensor))
+
+
+def hooks_on(node: Any) -> Iterator[_Hooks]:
+    """Those before it and after it."""
     for register in (node.register_prehook, node.register_hook):
         handle: Any = register(_nothing)
         hooks = handle.hooks_dict_ref()

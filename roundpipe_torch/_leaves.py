@@ -11,6 +11,7 @@ accumulates. There the parts remain.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -21,9 +22,10 @@ from torch.autograd.graph import GradientEdge
 from roundpipe_core import RoundPipeError
 
 from ._errors import multi_hooked
+from ._hooks import hooks_on
 from ._matching import A_LEAF, cast_of
 
-__all__ = ["gradients", "leaves_behind"]
+__all__ = ["gradients", "leaves_behind", "silence"]
 
 
 def leaves_behind(
@@ -73,7 +75,7 @@ def _insists(node: Any) -> bool:
 
 
 class _Muted:
-    """A hook on a leaf that hears nothing of some backwards."""
+    """A hook on a leaf that hears nothing of some backwards, and nothing of a gradient that is not there."""
 
     __slots__ = ("_hook",)
     within: ClassVar[set[int]] = set()
@@ -81,8 +83,59 @@ class _Muted:
     def __init__(self, hook: Callable[[torch.Tensor], Any]) -> None:
         self._hook = hook
 
-    def __call__(self, gradient: torch.Tensor) -> Any:
-        return None if torch._C._current_graph_task_id() in _Muted.within else self._hook(gradient)
+    def __call__(self, gradient: torch.Tensor | None) -> Any:
+        if gradient is None or torch._C._current_graph_task_id() in _Muted.within:
+            return None
+        return self._hook(gradient)
+
+
+class _Deaf:
+    """A hook on a node that hears nothing of gradients that are not there."""
+
+    __slots__ = ("_hook",)
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, *gradients: tuple[torch.Tensor | None, ...]) -> Any:
+        return self._hook(*gradients) if any(gradient is not None for gradient in gradients[-1]) else None
+
+
+class _Idle:
+    """A hook for what a leaf has accumulated that hears nothing if nothing is added to what it had."""
+
+    __slots__ = ("_had", "_hook", "_version")
+
+    def __init__(self, hook: Callable[[torch.Tensor], Any], leaf: torch.Tensor) -> None:
+        self._hook = hook.awaited if isinstance(hook, _Idle) else hook
+        self._had = None if leaf.grad is None else weakref.ref(leaf.grad)
+        self._version = -1 if leaf.grad is None else leaf.grad._version
+
+    @property
+    def awaited(self) -> Callable[[torch.Tensor], Any]:
+        """The user's."""
+        return self._hook
+
+    def __call__(self, leaf: torch.Tensor) -> Any:
+        has = leaf.grad
+        if has is None or (self._had is not None and self._had() is has and self._version == has._version):
+            return None
+        return self._hook(leaf)
+
+
+def silence(node: Any, tensor: torch.Tensor | None) -> None:
+    """Let the hooks of `tensor`, whose gradient goes to `node`, not be called if it gets none.
+
+    Nothing would come there without checkpointing. A tensor that is gone may still have hooks on its node.
+    """
+    for hooks in hooks_on(node):
+        hooks.update((key, hook if isinstance(hook, _Deaf) else _Deaf(hook)) for key, hook in [*hooks.items()])
+    if tensor is None:
+        return
+    _mute(tensor)
+    after: Any = tensor._post_accumulate_grad_hooks
+    for key, hook in [*after.items()] if after else ():
+        after[key] = _Idle(hook, tensor)
 
 
 def gradients(

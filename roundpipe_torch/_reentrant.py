@@ -43,10 +43,10 @@ from ._errors import (
     wrong_option,
 )
 from ._frames import Options
-from ._hooks import Hooked, Resting, gradient_nodes, is_hooked, left_since, now
+from ._hooks import Hooked, Resting, gradient_nodes, left_since, now
 from ._inputs import Original, as_it_was, as_now, repeated, restored
 from ._keep import accumulates, forget_with, release
-from ._leaves import gradients, leaves_behind
+from ._leaves import gradients, leaves_behind, silence
 from ._matching import Trace, node_count, other_layout, region_codes
 from ._modes import Modes
 from ._offload import Parcel
@@ -180,7 +180,7 @@ class _Region:
         if not inside:
             held(self.slot, tensors, {}, self.parcel)
         nodes = gradient_nodes(mark, self.function, (*tensors, *self.leaves))
-        return *self._given(leaves, tensors, ends, begun, phase is Phase.RECOMPUTE), nodes
+        return *self._given(leaves, tensors, ends, begun), nodes
 
     def _given(
         self,
@@ -188,7 +188,6 @@ class _Region:
         tensors: tuple[torch.Tensor, ...],
         ends: list[tuple[Any, int]],
         begun: int,
-        in_backward: bool,
     ) -> tuple[list[tuple[torch.Tensor, bool]], list[torch.Tensor]]:
         """The tensors of the outputs, each with whether it carries gradient, and the leaves that the closure gave.
 
@@ -197,7 +196,6 @@ class _Region:
             tensors: the arguments.
             ends: node and output number of each, as they were when the forward began.
             begun: the number of the forward's first node.
-            in_backward: it is a part of a recompute, whose backward asks for all outputs at once, and no hook.
         """
         own = {id(tensor) for tensor in tensors}
         through = () if self.wrote else own
@@ -220,9 +218,6 @@ class _Region:
                 tensor.requires_grad and not reached.get(end, id(tensor) in known)
                 for tensor, end in zip(tensors, ends, strict=True)
             ]
-        if behind is not None and not in_backward and any(map(is_hooked, behind)):  # which would be called with None
-            always = _behind_each(outputs, reached, begun)
-            behind = [leaf for leaf in behind if id(leaf) in always or not is_hooked(leaf)]
         taken = [weakref.ref(leaf) for leaf in behind or () if id(leaf) not in own]
         del outputs, behind
         leaves.clear()  # and with them go the leaves that were made inside
@@ -431,6 +426,10 @@ class _Reentrant(torch.autograd.Function):
         for tensor, gradient in zip(tensors, found, strict=False):
             if id(tensor) in made:
                 tensor.grad = gradient  # for a layer that keeps its argument, to look at its gradient
+        arguments = [original.itself() for original in region.originals]
+        for n, (node, gradient) in enumerate(zip(nodes, found, strict=True)):
+            if node is not None and gradient is None:  # behind an output that has none
+                silence(node, arguments[n] if n < len(arguments) else node.variable)
         if not _retains():
             region.forget()
         return found
@@ -552,14 +551,6 @@ def _add(region: _Region, found: list[tuple[torch.Tensor, torch.Tensor]]) -> Non
 
 def _alive(references: list[weakref.ref[torch.Tensor]]) -> torch.Tensor | None:
     return next((tensor for ref in references if (tensor := ref()) is not None), None)
-
-
-def _behind_each(outputs: list[torch.Tensor], ends: Iterable[tuple[Any, int]], begun: int) -> set[int]:
-    """The leaves that each of the outputs depends on which carry gradient, by identity."""
-    found = (
-        leaves_behind([out], dict.fromkeys(ends, False), begun, accumulates) for out in outputs if out.requires_grad
-    )
-    return set.intersection(*({id(leaf) for leaf in leaves or ()} for leaves in found))
 
 
 _may_accumulate: Callable[[], bool] = torch.autograd._is_checkpoint_valid

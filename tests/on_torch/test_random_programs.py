@@ -375,8 +375,10 @@ def test_tapes() -> None:  # which keep no random numbers
 
 
 def test_threads() -> None:
+    """Not under autocast: threads share its casts, which each forgets for all, so that plain gradients differ too."""
     tally = Tally()
     kinds = BOTH._replace(draws=False, noisy=False)
+    kinds = kinds._replace(contexts=tuple(context for context in kinds.contexts if context != "autocast"))
 
     @examples(100)
     @given(st.lists(programs(kinds), min_size=2, max_size=2), SEEDS)

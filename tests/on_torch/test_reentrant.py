@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from roundpipe_torch import (
     CheckpointMismatchError,
@@ -21,6 +22,7 @@ from roundpipe_torch import (
     remat,
     save_for_recompute,
 )
+from tests.on_torch.oracle import same
 
 
 def leaf(seed: int = 0) -> torch.Tensor:
@@ -288,6 +290,52 @@ def test_a_parameter_made_by_the_layer_does_not_stay() -> None:
     y.sum().backward()
     assert torch.equal(x.grad, x * 2)
     torch.testing.assert_close(seen, [x.detach()] * 2, rtol=0, atol=0)
+
+
+def on_tensor(w, seen, nodes):
+    w.register_hook(lambda gradient: (seen.append(gradient.sum().item()), gradient / 2)[1])
+
+
+def before_node(w, seen, nodes):
+    nodes.append(get_gradient_edge(w).node)
+    nodes[-1].register_prehook(lambda gradients: (seen.append(gradients[0].sum().item()), (gradients[0] / 2,))[1])
+
+
+def after_node(w, seen, nodes):
+    nodes.append(get_gradient_edge(w).node)
+    nodes[-1].register_hook(lambda gradients, outputs: seen.append(outputs[0].sum().item()))
+
+
+def on_sum(w, seen, nodes):
+    if w.is_leaf:
+        w.register_post_accumulate_grad_hook(lambda w: seen.append(w.grad.sum().item()))
+
+
+@pytest.mark.parametrize("how", ["closure", "leaf", "argument"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("register", [on_tensor, before_node, after_node, on_sum])
+def test_hooks_on_what_one_of_the_outputs_depends_on(register, when, how) -> None:
+    """Called once with the whole gradient, and not where only the other output has one."""
+
+    def scenario(way):
+        results = []
+        for use in (lambda a, b, w: a, lambda a, b, w: b, lambda a, b, w: a + b, lambda a, b, w: b + w, torch.addcmul):
+            x, leaf_w, seen, nodes = leaf(0), leaf(1), [], []
+            w = leaf_w.exp() if how == "argument" else leaf_w
+            if when == "before":
+                register(w, seen, nodes)
+            if how == "closure":
+                a, b = way(lambda x: ((x * w).sin(), x.cos()), x)  # noqa: B023
+            else:
+                a, b = way(lambda x, w: ((x * w).sin(), x.cos()), x, w)
+            if when == "after":
+                register(w, seen, nodes)
+            for _ in range(2):  # what the first has added stays
+                use(a, b, w).sum().backward(retain_graph=True)
+            results.append([x.grad, leaf_w.grad, seen])
+        return results
+
+    same(scenario(reentrant), scenario(plain), within=1e-5)
 
 
 def outside(h):
