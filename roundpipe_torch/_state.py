@@ -51,6 +51,7 @@ Met = Collection[torch.Generator | None]
 """Generators by which another thread was inside a region meanwhile; None for the default ones."""
 
 _ACCELERATOR = torch.accelerator.current_accelerator()
+_AUTOCAST_DEVICES = ("cpu",) if _ACCELERATOR is None else ("cpu", _ACCELERATOR.type)
 _CPU_ONLY: tuple[torch.Generator, ...] = (torch.default_generator,)
 
 
@@ -486,6 +487,8 @@ _Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
 def _settings() -> Iterator[_Setting]:
     """Reader and writer of every global switch that changes what a kernel computes."""
     yield torch.get_default_dtype, torch.set_default_dtype
+    for device in _AUTOCAST_DEVICES:  # where it is off too: a layer may put it on
+        yield partial(torch.get_autocast_dtype, device), partial(torch.set_autocast_dtype, device)
     backend: Any = None if _ACCELERATOR is None else getattr(torch, _ACCELERATOR.type)
     if hasattr(backend, "set_device"):
         yield _current_device, backend.set_device
@@ -560,9 +563,6 @@ def _apply(values: list[Any]) -> None:
 
 def _plain(precision: str) -> str:
     return "ieee" if precision == "none" else precision
-
-
-_AUTOCAST_DEVICES = ("cpu",) if _ACCELERATOR is None else ("cpu", _ACCELERATOR.type)
 
 
 def _autocast() -> tuple[Any, ...]:

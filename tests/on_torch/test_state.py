@@ -420,7 +420,7 @@ def old_precision():
 
 def ambient():
     return {
-        "autocast": torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
         "cache": torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled(),
         "dtype": torch.get_default_dtype(),
         "device": torch.get_default_device(),
@@ -435,7 +435,7 @@ def ambient():
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("around_backward", ["nothing", "autocast", "default dtype", "sdpa", "default device"])
+@pytest.mark.parametrize("around_backward", ["nothing", "autocast float16", "default dtype", "sdpa", "default device"])
 @pytest.mark.parametrize("around_forward", SETTINGS)
 def test_the_recompute_finds_the_settings_of_the_forward(around_forward, around_backward, use_reentrant) -> None:
     seen = []
@@ -714,9 +714,7 @@ def test_the_current_device_is_that_of_the_forward(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     monkeypatch.setattr("torch.cuda.current_device", lambda: current[0])
     monkeypatch.setattr("torch.cuda.set_device", lambda index: current.__setitem__(0, index))
-    settings = tuple(_state._settings())
-    setting = settings[1]
-    assert setting[0] is _state._current_device
+    (setting,) = [setting for setting in _state._settings() if setting[0] is _state._current_device]
     monkeypatch.setattr(_state, "_ACCELERATOR", None)
     monkeypatch.setattr(_state, "_started_backend", lambda: torch.cuda)
     monkeypatch.setattr(_state, "_SETTINGS", (setting, *_state._SETTINGS))
