@@ -2,7 +2,8 @@
 
 A chain of tiny layers, forward and backward, ours and torch's non-reentrant checkpoint in turn. Each figure is compared
 with that of 100 regions, run just before and after it. A step without any region, in which autograd begins and ends all
-the same, is taken off: of one of 10 it would be some percent. All regions of a step live at once, so Python's cycle
+the same, is taken off: of one of 10 it would be some percent. A step of the size goes before, as in training: the first
+one has to get its memory from the system, page by page. All regions of a step live at once, so Python's cycle
 collector walks over more and more objects that are no garbage; it is measured with the collector and without, and what
 it costs is its own. `held` counts what a region that waits for its backward holds; `instructions` has no clock in it.
 """
@@ -54,6 +55,8 @@ def timings(table: str, ways: dict[str, Layer], quick: bool) -> Iterator[Row]:
     for count in sizes:
         spent: dict[str, list[float]] = {name: [] for name in ways}
         base: dict[str, list[float]] = {name: [] for name in ways}
+        for layer in ways.values():
+            chain(layer, count).sum().backward()
         for _ in range(min(rounds, max(1, 40_000 // count))):
             for name, layer in ways.items():
                 gc.collect()
