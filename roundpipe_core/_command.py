@@ -11,12 +11,13 @@ import io
 import json
 import math
 import os
+import re
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from ._backend import backend_of
-from ._diff import TapeDiff, diff
+from ._diff import Difference, TapeDiff, diff
 from ._doctor import examine
 from ._errors import TapeError
 from ._heatmap import draw
@@ -26,6 +27,8 @@ from ._tape import Tape, integer_extremes
 __all__ = ["main"]
 
 SAME, DIFFERENT, BAD = 0, 1, 2
+_Row = TypeVar("_Row")
+_PLACE = re.compile(r"(.*)\[(\d+)\]", re.DOTALL)  # of an item in a list
 _WIDTH = 60  # of a value: more would be a page
 _WHOLE = 10_000  # of a table: a narrow terminal goes on in the next line, and names stay in one piece
 
@@ -111,16 +114,53 @@ def _show(options: argparse.Namespace) -> int:
         return SAME
     _write_table(
         ("layer", "save", "item", "dtype", "shape", "range", "below", "value"),
-        [
-            (
-                *(r["layer"] or "(outside)", _save(r["name"], r["scope"]), r["item"], r["dtype"], r["shape"]),
-                *("..".join(map(str, r["range"])), "" if r["below"] is None else r["below"], r["value"] or ""),
-            )
-            for r in rows
-        ],
+        [_shown(run) for run in _runs(rows, _number)],
     )
     sys.stdout.write(f"{len(rows)} arrays and values, {tape.nbytes()} bytes of arrays\n")
     return SAME
+
+
+def _number(row: dict[str, Any]) -> tuple[tuple[Any, ...], str] | None:
+    """Which numbers it belongs to, and where it sits there, if it is one."""
+    if row["dtype"] not in ("int", "float", "bool"):
+        return None
+    return (row["layer"], row["order"], row["name"], row["scope"], row["dtype"], row["below"]), row["item"]
+
+
+def _shown(run: list[dict[str, Any]]) -> tuple[Any, ...]:
+    """The line of an array or value, or of the numbers of a list."""
+    first, values = run[0], [row["value"] for row in run]
+    extremes = [number for row in run for number in row["range"]]
+    value = values[0] if len(run) == 1 else ", ".join(map(str, values))
+    if value is not None and len(value) > _WIDTH:
+        value = f"{value[: _WIDTH - 3]}..."
+    return (
+        *(first["layer"] or "(outside)", _save(first["name"], first["scope"]), _item(run[0]["item"], run[-1]["item"])),
+        *(first["dtype"], first["shape"] if len(run) == 1 else [len(run)]),
+        *(f"{min(extremes)}..{max(extremes)}" if extremes else "", "" if first["below"] is None else first["below"]),
+        value or "",
+    )
+
+
+def _runs(rows: Iterable[_Row], number: Callable[[_Row], tuple[tuple[Any, ...], str] | None]) -> list[list[_Row]]:
+    """`rows`, those that are numbers beside one another in one list together: a plan may hold thousands."""
+    runs: list[list[_Row]] = []
+    next_one: Any = None
+    for row in rows:
+        found = number(row)
+        place = None if found is None else _PLACE.fullmatch(found[1])
+        here = None if found is None or place is None else (found[0], place[1], int(place[2]))
+        if here is not None and here == next_one:
+            runs[-1].append(row)
+        else:
+            runs.append([row])
+        next_one = None if here is None else (*here[:2], here[2] + 1)
+    return runs
+
+
+def _item(first: str, last: str) -> str:
+    """What the item from `first` to `last` is called."""
+    return first if first == last else f"{first[:-1]}..{last[last.rindex('[') + 1 :]}"
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -145,20 +185,31 @@ def _as_json(entry: Any) -> dict[str, Any]:
 def _write_differences(found: TapeDiff) -> None:
     _write_table(
         ("layer", "save", "item", "rows", "flipped", "reordered", "first", "margin", ""),
-        [
-            (
-                *(entry.layer or "(outside)", _save(entry.name, entry.scope), entry.item, entry.rows),
-                *(entry.flipped, entry.reordered, "" if entry.first is None else entry.first),
-                *("" if entry.margin is None else f"{entry.margin:.3g}", entry.fault or ""),
-            )
-            for entry in found
-        ],
+        [_told(run) for run in _runs(found, _value)],
     )
     unlike = sum(entry.fault is not None for entry in found)
     flipped, reordered = sum(entry.flipped for entry in found), sum(entry.reordered for entry in found)
     total = sum(entry.rows for entry in found)
     unlike_too = f", {unlike} that cannot be compared" if unlike else ""
     sys.stdout.write(f"{flipped} of {total} rows flipped, {reordered} reordered{unlike_too}\n")
+
+
+def _value(entry: Difference) -> tuple[tuple[Any, ...], str] | None:
+    """As `_number`: what has one row and no margin."""
+    if entry.rows != 1 or entry.margin is not None or entry.fault:
+        return None
+    return (entry.layer, entry.order, entry.name, entry.scope), entry.item
+
+
+def _told(run: list[Difference]) -> tuple[Any, ...]:
+    """The line of a difference, or of those of the numbers of a list."""
+    entry = run[0]
+    first = entry.first if len(run) == 1 else next((n for n, one in enumerate(run) if one.differs), None)
+    return (
+        *(entry.layer or "(outside)", _save(entry.name, entry.scope), _item(entry.item, run[-1].item)),
+        *(sum(one.rows for one in run), sum(one.flipped for one in run), sum(one.reordered for one in run)),
+        *("" if first is None else first, "" if entry.margin is None else f"{entry.margin:.3g}", entry.fault or ""),
+    )
 
 
 def _save(name: str | None, scope: str) -> str:

@@ -359,6 +359,34 @@ def test_show_lists_values_too(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ]
 
 
+def test_numbers_of_a_list_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan that was read into Python may hold thousands of them."""
+    for name, last, text in ("a", 2, "x"), ("b", 5, "y"):
+        with record() as tape:
+            save_for_recompute({"counts": [7, 0, last], "pair": [(1, 0.5), (True, text)]}, 3, name="plan")
+        tape.save(tmp_path / f"{name}.tape")
+    assert main(["show", str(tmp_path / "a.tape")]) == 0
+    lines = [re.split(" {2,}", line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[1:] == [
+        ["(outside)", "plan", "[0]['counts'][0..2]", "int", "[3]", "0..7", "7, 0, 2"],
+        ["(outside)", "plan", "[0]['pair'][0][0]", "int", "[]", "1..1", "1"],
+        ["(outside)", "plan", "[0]['pair'][0][1]", "float", "[]", "0.5"],
+        ["(outside)", "plan", "[0]['pair'][1][0]", "bool", "[]", "True"],
+        ["(outside)", "plan", "[0]['pair'][1][1]", "str", "[]", "'x'"],
+        ["(outside)", "plan", "[1]", "int", "[]", "3..3", "3"],
+        ["8 arrays and values, 0 bytes of arrays"],
+    ]
+    assert main(["diff", *(str(tmp_path / f"{name}.tape") for name in "ab")]) == 1
+    lines = [re.split(" {2,}", line.rstrip()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[1:] == [
+        ["(outside)", "plan", "[0]['counts'][0..2]", "3", "1", "0", "2"],
+        ["(outside)", "plan", "[0]['pair'][0][0..1]", "2", "0", "0"],
+        ["(outside)", "plan", "[0]['pair'][1][0..1]", "2", "1", "0", "1"],
+        ["(outside)", "plan", "[1]", "1", "0", "0"],
+        ["2 of 8 rows flipped, 0 reordered"],
+    ]
+
+
 def hostile(path: Path) -> None:
     with record() as made:
         layer("\x1b[1m[b]\n", lambda: save_for_recompute(1))
