@@ -127,15 +127,26 @@ def check(
         inputs: more arguments, arrays or not.
         frameworks: of the two sides. The frontends have to be imported.
         replayed: the port takes the original's decisions; False: each decides itself, and `tapes` has both.
-        rtol: how far loss, outputs and gradients may be apart, as norm over norm.
+        rtol: how far loss, outputs and gradients may be apart, as norm over norm. Those of complex weights are compared
+            as torch has them; JAX's are the conjugates.
         limits: others, per row of the table.
 
     Returns:
         A table, which is true to its word only through `raise_if_apart()` or `close`.
 
     Raises:
+        OptionError: no frontend of that name is imported, or there are not two.
         TapeError: the original's decisions do not fit the port (R13).
     """
+    names: Any = frameworks  # whatever was given
+    if isinstance(names, str) or len(names) != 2:
+        raise OptionError(
+            message(
+                f"parity: frameworks= is {frameworks!r}, where the two sides have one each.",
+                called_here(),
+                'frameworks=("torch", "jax"), the original first.',
+            )
+        )
     first, second = map(_frontend, frameworks)
     with record() as tape:
         one = _run(first, original, weights, inputs, None)

@@ -103,7 +103,7 @@ class JaxArrays:
         chosen = [leaf for leaf, flag in zip(leaves, trained, strict=True) if flag]
         with replay(tape) if tape is not None else contextlib.nullcontext():
             (loss, outputs), slopes = jax.value_and_grad(loss_of, has_aux=True)(chosen)
-        given = iter(slopes)
+        given = map(jnp.conj, slopes)  # as torch has those of complex weights: the way up, not the derivative
         return loss, outputs, jax.tree.unflatten(tree, [next(given) if flag else None for flag in trained])
 
 

@@ -158,7 +158,8 @@ class TorchBackend:
         leaves: list[Any] = []
         spec = flatten(weights, leaves, expand)
         leaves = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        trained = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        trained = [leaf for leaf in tensors if leaf.is_floating_point() or leaf.is_complex()]
         for leaf in trained:
             leaf.requires_grad_()
         with torch.enable_grad(), replay(tape) if tape is not None else contextlib.nullcontext():

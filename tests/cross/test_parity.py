@@ -291,6 +291,26 @@ def test_what_is_no_loss_is_told(frameworks: tuple[str, str], result: Any, said:
             parity.check(first, second, {"a": np.ones(3, "float32")}, [None], frameworks=frameworks)
 
 
+@pytest.mark.parametrize("frameworks", ["torch", ("torch",), ("torch", "jax", "torch")])
+def test_frameworks_are_two(frameworks: Any) -> None:
+    with pytest.raises(OptionError, match=r"frameworks= is .*, where the two sides have one each") as caught:
+        parity.check(torch.sum, jnp.sum, np.ones(2), frameworks=frameworks)
+    assert str(caught.value).splitlines()[-1] == '  way out: frameworks=("torch", "jax"), the original first.'
+
+
+@pytest.mark.parametrize("frameworks", [("torch", "jax"), ("jax", "torch")])
+def test_gradients_of_complex_weights(frameworks: Any) -> None:
+    """JAX's is the conjugate of torch's."""
+    losses = {
+        "torch": lambda w, x: ((w["w"] * x).abs() ** 3).sum() + w["w"].imag.sum(),
+        "jax": lambda w, x: (jnp.abs(w["w"] * x) ** 3).sum() + w["w"].imag.sum(),
+    }
+    weights = {"w": np.array([1 + 2j, 3 - 1j, 0.5j], "complex64")}
+    one, two = (losses[framework] for framework in frameworks)
+    found = parity.check(one, two, weights, [np.full(3, 0.5j, "complex64")], frameworks=frameworks)
+    assert [row.name for row in found.raise_if_apart().rows] == ["loss", "gradient of ['w']"]
+
+
 def test_a_loss_without_gradient_has_a_gradient_of_zeros() -> None:
     check = parity.check(
         lambda w, x: torch.tensor(1.0), lambda w, x: jnp.asarray(1.0) + w["a"].sum(), {"a": np.ones(3, "float32")}, [0]
