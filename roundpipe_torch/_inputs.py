@@ -226,10 +226,6 @@ class Original:
         self._reference, self._then, self._dress = ref(tensor), _traits(tensor), dress_of(tensor)
         self.is_leaf = tensor.is_leaf
 
-    def itself(self) -> torch.Tensor | None:
-        """It, if it is still there."""
-        return self._reference()
-
     def alive(self) -> torch.Tensor | None:
         """It, if it is as it was."""
         tensor = self._reference()

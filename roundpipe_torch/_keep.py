@@ -40,7 +40,7 @@ from ._errors import (
 )
 from ._hooks import Hooked, hooked_since, is_hooked, now
 from ._inputs import save_tensor
-from ._leaves import gradients, leaves_behind
+from ._leaves import Heard, gradients, leaves_behind, silence
 from ._matching import cast_of, node_count
 from ._offload import Here, Shipped
 from ._ranks import is_sharded
@@ -190,13 +190,15 @@ class _Stand(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, kept: Kept, saved: list[Any], values: list[torch.Tensor], *linked: torch.Tensor) -> Any:
-        ctx.kept, ctx.saved = kept, saved
+        ctx.kept, ctx.saved, ctx.heard = kept, saved, [*map(Heard.of, linked)]
         ctx.set_materialize_grads(False)
         return tuple(values)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        return (None, None, None, *ctx.kept.through(grads, ctx.saved))
+        found = ctx.kept.through(grads, ctx.saved)
+        silence([node for node, _ in ctx.next_functions], found, ctx.heard)
+        return (None, None, None, *found)
 
 
 class _Cut(torch.autograd.Function):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -25,7 +25,7 @@ from ._errors import multi_hooked
 from ._hooks import hooks_on
 from ._matching import A_LEAF, cast_of
 
-__all__ = ["gradients", "leaves_behind", "silence"]
+__all__ = ["Heard", "gradients", "leaves_behind", "silence"]
 
 
 def leaves_behind(
@@ -123,19 +123,44 @@ class _Idle:
         return self._hook(leaf)
 
 
-def silence(node: Any, tensor: torch.Tensor | None) -> None:
-    """Let the hooks of `tensor`, whose gradient goes to `node`, not be called if it gets none.
+class Heard(NamedTuple):
+    """The hooks of a tensor that something may give no gradient to. They outlive the tensor, with its node."""
 
-    Nothing would come there without checkpointing. A tensor that is gone may still have hooks on its node.
+    tensor: weakref.ref[torch.Tensor]
+    hooks: Any
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Heard:
+        """Those that it has by now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return cls(weakref.ref(tensor), None if tensor.is_leaf else tensor._backward_hooks)  # a leaf lives
+
+    def silence(self) -> None:
+        """See `silence`."""
+        tensor = self.tensor()
+        if tensor is None:
+            _mute(self.hooks)
+            return
+        _mute(tensor._backward_hooks)
+        after: Any = tensor._post_accumulate_grad_hooks
+        for key, hook in [*after.items()] if after else ():
+            after[key] = _Idle(hook, tensor)
+
+
+def silence(nodes: Sequence[Any], gradients: Sequence[torch.Tensor | None], heard: Sequence[Heard]) -> None:
+    """Let no hook be called where there is no gradient: nothing would come there without checkpointing.
+
+    Args:
+        nodes: to which these gradients go.
+        gradients: what is given.
+        heard: the first of the tensors whose gradients they are; the others are leaves.
     """
-    for hooks in hooks_on(node):
-        hooks.update((key, hook if isinstance(hook, _Deaf) else _Deaf(hook)) for key, hook in [*hooks.items()])
-    if tensor is None:
-        return
-    _mute(tensor)
-    after: Any = tensor._post_accumulate_grad_hooks
-    for key, hook in [*after.items()] if after else ():
-        after[key] = _Idle(hook, tensor)
+    for n, (node, gradient) in enumerate(zip(nodes, gradients, strict=True)):
+        if node is None or gradient is not None:
+            continue
+        for hooks in hooks_on(node):
+            hooks.update((key, hook if isinstance(hook, _Deaf) else _Deaf(hook)) for key, hook in [*hooks.items()])
+        (heard[n] if n < len(heard) else Heard.of(node.variable)).silence()
 
 
 def gradients(
@@ -146,7 +171,7 @@ def gradients(
     retain_graph: bool = False,
 ) -> Sequence[torch.Tensor | None]:
     """The gradients by `leaves`, whose hooks wait for those of the backward around."""
-    hooked = [_mute(leaf) for leaf in leaves]
+    hooked = [_mute(leaf._backward_hooks) for leaf in leaves]
     if not any(hooked):
         return _differentiated(outputs, grads, leaves, retain_graph)
     task: list[int] = []
@@ -185,9 +210,8 @@ def _differentiated(
         raise
 
 
-def _mute(leaf: torch.Tensor) -> bool:
-    """Let the hooks of `leaf` be ones that can be muted, and stay so. Tells if there are any."""
-    hooks: Any = leaf._backward_hooks
+def _mute(hooks: Any) -> bool:
+    """Let the `hooks` of a tensor be ones that can be muted, and stay so. Tells if there are any."""
     for key, hook in [*hooks.items()] if hooks else ():
         if not isinstance(hook, _Muted):
             hooks[key] = _Muted(hook)

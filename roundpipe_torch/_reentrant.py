@@ -46,7 +46,7 @@ from ._frames import Options
 from ._hooks import Hooked, Resting, gradient_nodes, left_since, now
 from ._inputs import Original, as_it_was, as_now, repeated, restored
 from ._keep import accumulates, forget_with, release
-from ._leaves import gradients, leaves_behind, silence
+from ._leaves import Heard, gradients, leaves_behind, silence
 from ._matching import Trace, node_count, other_layout, region_codes
 from ._modes import Modes
 from ._offload import Parcel
@@ -103,9 +103,9 @@ class _Region:
 
     __slots__ = (
         "__weakref__", "accumulates", "ambient", "buffers", "closed", "context", "crowded", "expected", "function",
-        "generators", "hooked", "idle", "known", "leaves", "located", "made", "modes", "originals", "outermost",
-        "output_leaves", "output_spec", "outside", "parcel", "repeated", "roots", "slot", "spec", "trace", "weights",
-        "wrote",
+        "generators", "heard", "hooked", "idle", "known", "leaves", "located", "made", "modes", "originals",
+        "outermost", "output_leaves", "output_spec", "outside", "parcel", "repeated", "roots", "slot", "spec", "trace",
+        "weights", "wrote",
     )  # fmt: skip
 
     def __init__(
@@ -126,6 +126,7 @@ class _Region:
         self.made: list[bool]  # which of the outputs that are tensors are no arguments
         self.originals: list[Original]  # the arguments
         self.repeated: dict[int, int]  # among them
+        self.heard: list[Heard]  # the arguments
         self.hooked: list[Hooked] = []  # tensors from before it that the forward has put hooks on
         self.located = is_told(thread.run)
         self.outermost: bool  # of the regions of this engine
@@ -151,8 +152,12 @@ class _Region:
         """
         visit, mark, begun = Visit(self.generators.own) if self.generators else None, now(), node_count()
         versions, self.originals = [*map(version_of, tensors)], [*map(Original, tensors)]
+        self.heard = [*map(Heard.of, tensors)]
         self.repeated = repeated(tensors)
         ends = [(tensor.grad_fn, tensor.output_nr) for tensor in tensors]
+        inside = is_inside(thread.run)
+        if self.slot.rows is not None and not inside:
+            forget_with(self, self.slot)
         try:
             run = TorchRun(phase, self.slot, self.trace, self.generators, thread.run)
             run.witnesses = (*run.witnesses, self.trace)
@@ -172,9 +177,6 @@ class _Region:
         if self.roots:
             self.outside = Outside(self.roots)
         self.roots = ()
-        inside = is_inside(thread.run)
-        if self.slot.rows is not None and not inside:
-            forget_with(self, self.slot)
         if self.generators and self.generators.missed():
             raise started_inside(self.slot.label)
         if not inside:
@@ -346,7 +348,7 @@ class _Region:
         if self.slot.rows is None:  # else it may be on a tape
             self.slot.let_go()
         del self.function, self.leaves, self.buffers, self.modes
-        self.originals = []
+        self.originals, self.heard = [], []
 
     def _rebuilt(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, in new containers."""
@@ -426,10 +428,7 @@ class _Reentrant(torch.autograd.Function):
         for tensor, gradient in zip(tensors, found, strict=False):
             if id(tensor) in made:
                 tensor.grad = gradient  # for a layer that keeps its argument, to look at its gradient
-        arguments = [original.itself() for original in region.originals]
-        for n, (node, gradient) in enumerate(zip(nodes, found, strict=True)):
-            if node is not None and gradient is None:  # behind an output that has none
-                silence(node, arguments[n] if n < len(arguments) else node.variable)
+        silence(nodes, found, region.heard)
         if not _retains():
             region.forget()
         return found

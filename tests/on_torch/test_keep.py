@@ -607,6 +607,29 @@ def test_a_weight_in_a_kept_function_and_elsewhere_has_one_gradient(hooked, insi
         same(scenario(reentrant, ask), scenario(plain, ask), within=1e-6)
 
 
+def test_a_forward_that_fails_on_a_tape_leaves_nothing_of_what_it_kept() -> None:
+    """The kept graph holds the region inside, that the tape, and the tape what holds the graph."""
+
+    def layer(x):
+        sentinel = Sentinel()
+        freed.append(weakref.ref(sentinel))
+        save_for_recompute(1, sentinel)
+        keep(lambda x: checkpoint(torch.tanh, x), x.sin())
+        return 1 / 0
+
+    freed = []
+    with record() as tape, pytest.raises(ZeroDivisionError):
+        reentrant(layer, leaf(3))
+    assert len(tape.entries()) == 2
+    del tape
+    gc.collect()
+    assert freed[0]() is None
+
+
+class Sentinel:
+    """Dies with the slot that holds it."""
+
+
 def test_early_stop_ends_before_the_work_behind_what_is_kept() -> None:
     runs = []
 

@@ -299,6 +299,10 @@ def _layer(*steps: Any) -> Region:
     return Region("checkpoint", steps, "positional", "tensor")
 
 
+def _reentrant(*steps: Any) -> Region:
+    return Region("reentrant", steps, "positional", "tensor")
+
+
 def _as_it_is(gives: str) -> Region:
     return Region("reentrant", (), "positional", gives)
 
@@ -324,8 +328,18 @@ BUFFER = Layer("checkpoint", (), "buffer", False)
         ),
         (Program(Region("reentrant", (Call(0),), "positional", "dataclass"), (WEIGHT,)), each_output, False),
         (
-            Program(Region("reentrant", (Call(0), Keep((Call(0),))), "positional", "tensor"), (WEIGHT,)),
+            Program(_reentrant(Call(0), Keep((Call(0),))), (WEIGHT,)),
             one_backward,
+            False,
+        ),
+        (
+            Program(_reentrant(HookWeight(0, False), Keep((_reentrant(Linear(1)),)))),
+            one_backward,
+            False,
+        ),
+        (
+            Program(_layer(Sort(False), Hook(), _reentrant(Do("tanh", 0), Do("tanh", 0), Do("detach", 3)))),
+            two_backwards,
             False,
         ),
         (Program(_layer(_as_it_is("tensor"), Hook(bare=True), Do("add", 2))), one_backward, False),
@@ -343,6 +357,8 @@ BUFFER = Layer("checkpoint", (), "buffer", False)
         "buffers that a region inside knows",
         "a hooked weight behind one output",
         "a hooked weight in and beside a kept part",
+        "a hooked weight that a kept part gets and does not use",
+        "a hooked argument that an inner layer does not use",
         "an argument handed through",
         "arguments handed through",
         "an argument beside what a hooked weight made",
