@@ -132,8 +132,10 @@ class Heard(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Heard:
         """Those that it has by now."""
+        if tensor.is_leaf:  # which lives as long as its node
+            return cls(weakref.ref(tensor), None)
         with torch._C.DisableTorchFunctionSubclass():
-            return cls(weakref.ref(tensor), None if tensor.is_leaf else tensor._backward_hooks)  # a leaf lives
+            return cls(weakref.ref(tensor), tensor._backward_hooks)
 
     def silence(self) -> None:
         """See `silence`."""
