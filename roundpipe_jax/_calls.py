@@ -506,9 +506,10 @@ class Call:
 
     def _recomputed(self, shape: Split, saved: list[Any], template: Template) -> Program:
         parts = (template.key(), shape.key())
+        count = len(saved)  # alone: a trace that is kept must not keep what this call saved (R9)
         return self._looking(
             ("recompute", parts) if None not in parts else None,
-            lambda layer, *values: layer.recompute_program(template, values[: len(saved)], values[len(saved) :]),
+            lambda layer, *values: layer.recompute_program(template, values[:count], values[count:]),
             [*saved, *self.arrays],
         )
 

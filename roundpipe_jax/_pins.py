@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var, primit
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from ._effects import Stays
-from ._jax import replaced
+from ._jax import fresh_var, replaced
 from ._programs import has_any, subprograms, with_subprograms
 
 __all__ = ["is_pin", "pinned"]
@@ -89,35 +89,46 @@ def _without_pins(jaxpr: Jaxpr) -> Jaxpr:
 def _divided_loop(policy: Any, unknown: Sequence[bool], held: Sequence[bool], eqn: JaxprEqn) -> Any:
     """A while loop, of whose iterations nothing can be held: one that decides, or updates, is held as a whole.
 
-    It can be unless it is differentiated itself, which JAX can do in forward mode alone. That needs no division.
+    What it carries that has tangents is divided from them: in reverse mode nobody reads these, and the loop that makes
+    them is dropped.
     """
     decides = any(has_any(inner, is_pin) for inner in subprograms(eqn))
     if not decides and not any(isinstance(effect, Stays) for effect in eqn.effects):
         return _of_loops(policy, unknown, held, eqn)
     bare = replaced(eqn, params=with_subprograms(eqn, _without_pins))
     divided = _of_loops(policy, unknown, held, bare)
-    unknown_results = divided[2]
-    if any(unknown_results) or any(hasattr(effect, "input_index") for effect in eqn.effects):  # of a reference
+    _, again, unknown_results, _, needs = divided
+    if any(hasattr(effect, "input_index") for effect in eqn.effects):  # of a reference
         return divided
-    return _of_known(eqn, unknown), None, unknown_results, unknown_results, []
+    known = _of_known(eqn, unknown, unknown_results)
+    if known is None:
+        return divided
+    if not any(unknown_results):
+        return known, None, unknown_results, unknown_results, []
+    results = [var if flag else fresh_var(var) for var, flag in zip(eqn.outvars, unknown_results, strict=True)]
+    return known, replaced(again, outvars=results), unknown_results, unknown_results, needs
 
 
-def _of_known(eqn: JaxprEqn, unknown: Sequence[bool]) -> JaxprEqn:
-    """The loop without the unknown among its constants, on which none of its results depends."""
+def _of_known(eqn: JaxprEqn, unknown: Sequence[bool], unknown_results: Sequence[bool]) -> JaxprEqn | None:
+    """The loop without what is unknown of it, or None if that decides about the rest."""
     params = dict(eqn.params)
-    constants = iter(unknown)
-    dropped = []
-    for name in ("cond", "body"):
-        closed, count = params[f"{name}_jaxpr"], params[f"{name}_nconsts"]
-        ours = [next(constants) for _ in range(count)]
-        carried = len(closed.jaxpr.invars) - count
-        needed = [*(not flag for flag in ours), *[True] * carried]
-        jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), needed)
+    counts = [params["cond_nconsts"], params["body_nconsts"]]
+    carried = [not flag for flag in unknown_results]
+    kept: list[bool] = []
+    for name, count in zip(("cond", "body"), counts, strict=True):
+        closed = params[f"{name}_jaxpr"]
+        consts = [not flag for flag in unknown[len(kept) : len(kept) + count]]
+        wanted = carried if name == "body" else [True]
+        jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, wanted, [*consts, *carried])
+        if any(one and not known for one, known in zip(used, [*consts, *carried], strict=True)):
+            return None
         params[f"{name}_jaxpr"] = ClosedJaxpr(jaxpr, closed.consts)
-        params[f"{name}_nconsts"] = sum(used[:count])
-        dropped += [not flag for flag in used[:count]]
-    operands = [atom for n, atom in enumerate(eqn.invars) if n >= len(dropped) or not dropped[n]]
-    return replaced(eqn, params=params, invars=operands)
+        params[f"{name}_nconsts"] = sum(consts)
+        kept += consts
+    kept += carried
+    operands = [atom for atom, known in zip(eqn.invars, kept, strict=True) if known]
+    results = [var for var, known in zip(eqn.outvars, carried, strict=True) if known]
+    return replaced(eqn, params=params, invars=operands, outvars=results)
 
 
 _of_loops = _rules[primitives.while_p]

@@ -235,9 +235,10 @@ def test_what_is_told_of_objects_within_one_program() -> None:
 
 
 def test_what_counts_as_an_array() -> None:
-    for array in (np.ones(2), np.float32(1), np.bool_(True), np.ones(1, bool), X, np.ones(1, complex), jax.new_ref(X)):
+    ref = jax.new_ref(X)
+    for array in (np.ones(2), np.float32(1), np.bool_(True), np.ones(1, bool), X, np.ones(1, complex)):
         assert is_array(array), array
-    for other in (1.0, True, "a", None, np.array(["a"]), np.array([object()]), np.datetime64("2026-01-01"), [X]):
+    for other in (1.0, True, "a", None, np.array(["a"]), np.array([object()]), np.datetime64("2026-01-01"), [X], ref):
         assert not is_array(other), other
 
 

@@ -416,6 +416,25 @@ def test_a_while_loop_decides_once(wrap: Any) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("wrap", [remat, jax.checkpoint, lambda f: jax.checkpoint(remat(f))])
+def test_a_while_loop_that_carries_a_differentiated_float_decides_once(wrap: Any) -> None:
+    draws = Draws()
+
+    def layer(x: Any) -> Any:
+        def body(state: Any) -> Any:
+            n, y = state
+            (idx,) = save_for_recompute(draws.traced(y))
+            return n + 1, use(y, W[0], idx)
+
+        _, scale = jax.lax.while_loop(lambda state: state[0] < 2, body, (0, x))
+        return jnp.exp(x) * jax.lax.stop_gradient(scale)
+
+    got = jax.grad(lambda x: wrap(layer)(x).sum())(X)
+    first, second = draws.log
+    want = jax.grad(lambda x: (jnp.exp(x) * jax.lax.stop_gradient(use(use(x, W[0], first), W[0], second))).sum())(X)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("place", ["scan", "jit", "cond", "checkpoint", "vmap", "grad"])
 def test_an_if_and_else_inside_of_someone_elses_checkpoint_decides_once(place: str) -> None:
     draws = Draws()

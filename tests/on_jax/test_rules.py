@@ -475,6 +475,19 @@ def test_nothing_is_kept_after_the_graph_is_dropped() -> None:  # R9
     assert not any(array.shape == (1003,) for array in jax.live_arrays())
 
 
+@pytest.mark.parametrize("lane", LANES)
+def test_a_trace_that_is_kept_keeps_nothing_of_the_call_that_made_it(lane: Any) -> None:  # R9
+    @functools.partial(remat, mode=lane)
+    def layer(x: Any) -> Any:
+        (idx,) = save_for_recompute(jnp.argsort(jax.lax.stop_gradient(x)))
+        return jnp.sin(x)[idx]
+
+    jax.grad(lambda x: layer(x).sum())(jnp.arange(1013.0))
+    assert not any(array.shape == (1013,) for array in jax.live_arrays())
+    with jax.checking_leaks():
+        jax.jit(jax.grad(lambda x: layer(x).sum()))(jnp.arange(1019.0))
+
+
 def test_randomness_is_explicit_and_lines_up() -> None:  # R7
     def layer(x: Any, key: Any) -> Any:
         one, two = jax.random.split(key)
