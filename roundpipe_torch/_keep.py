@@ -355,7 +355,7 @@ def _first(run: Any, kept: Kept, call: _Call, isolated: bool, waiting: list[Argu
     }
     tracked = [leaf for leaf, out in zip(leaves, kept.outputs, strict=True) if out.tracked]
     before = [found.tensor for found in call.hooked_since(mark, given) if found.tensor is not None]
-    if isolated and not all(tensor.is_leaf for tensor in before):
+    if run.own_graph and not all(tensor.is_leaf for tensor in before):
         raise hooked_inside(kept.layer, kept.name, kept.place)
     kept.site.watch([*before, *filter(is_hooked, tracked)])
     kept.linked, foreign, sideways = _reached(tracked, given[: call.count] if isolated else given, begun)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -468,15 +469,21 @@ def test_the_second_engine_refuses_one_hook_for_both_of_its_backwards() -> None:
     assert "register one hook for each of the two kinds" in str(caught.value).splitlines()[-1]
 
 
-def test_the_second_engine_refuses_hooks_on_arguments() -> None:
+@pytest.mark.parametrize("around", [contextlib.nullcontext, torch.no_grad])
+def test_the_second_engine_refuses_hooks_on_arguments(around) -> None:
     def function(h, w):
         h.register_hook(root)
         return product(h, w)
 
+    def layer(u, w):
+        h = u.sin()
+        with around():
+            return keep(function, h, w) * u + h
+
     with pytest.raises(MismatchError) as caught:
-        step(reentrant, lambda u, w: keep(function, u.sin(), w) * u)
+        step(reentrant, layer)
     first, place, way_out = str(caught.value).splitlines()
-    assert first.startswith("layer 'test_the_second_engine_refuses_hooks_on_arguments.<locals>.<lambda>")
+    assert first.startswith("layer 'test_the_second_engine_refuses_hooks_on_arguments.<locals>.layer")
     assert "keep(test_the_second_engine_refuses_hooks_on_arguments.<locals>.function" in first
     assert "registers a hook on the gradient of a tensor that it was given" in first
     assert f"{__file__}:" in place
