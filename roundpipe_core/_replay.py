@@ -479,6 +479,9 @@ class TapedSlot(Slot):
 
     def _no_such(self, key: Any, place: Place) -> TapeError:
         held = [("the tape has", spoken(known)) for known in self.entries]
+        scope, name = key
+        if name is not None and name.partition(" #")[0] == ONCE:  # see `once_name`
+            key = scope, name.replace(ONCE, f"{ONCE}...)")
         return TapeError(
             message(
                 f"the tape has nothing for layer {self.label!r}, {spoken(key)}.",
@@ -491,7 +494,10 @@ class TapedSlot(Slot):
     def _routing_is(self, here: bool) -> str:
         """Where `Tape.from_routing` has put it, if it is `here` under another name or elsewhere."""
         if here:
-            return "; routing is under the name= that from_routing was given."
+            return (
+                "; routing is under the name= that from_routing was given, which for recompute_once(route, ...) is "
+                '"recompute_once(route)".'
+            )
         if self.label == OUTSIDE:
             return "; for layers that this library does not checkpoint, give from_routing regions=False."
         return (

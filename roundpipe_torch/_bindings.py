@@ -22,7 +22,7 @@ from torch.nn.utils.parametrize import _inject_property, is_parametrized
 
 from ._views import PLAIN
 
-__all__ = ["Bindings"]
+__all__ = ["Bindings", "is_plain"]
 
 _EMPTY: Any = object()
 _Registry = dict[Any, Any]
@@ -78,7 +78,7 @@ class Bindings:
         renamed: set[int] = set()
         for registry, then in [*zip(self._registries, self._then, strict=True), *((hooks, {}) for hooks in fresh)]:
             names = [name for name in {**then, **registry} if then.get(name, _EMPTY) is not registry.get(name, _EMPTY)]
-            if names and all(_is_plain(which.get(name)) for which in (then, registry) for name in names):
+            if names and all(is_plain(which.get(name)) for which in (then, registry) for name in names):
                 if then.keys() != registry.keys():
                     renamed.add(id(registry))
                 self._bind(registry, then)
@@ -122,7 +122,7 @@ def _is_hooked(module: torch.nn.Module) -> bool:
     return any(_hooks(module))
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Whether it is not a weight that is sharded: who does that puts others in the place of it, and must find them."""
     if not isinstance(value, torch.Tensor):
         return True

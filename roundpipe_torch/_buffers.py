@@ -29,10 +29,10 @@ from roundpipe_core._slots import Slot
 from roundpipe_core._trees import flatten
 
 from ._errors import buffer_changed, buffer_unknown, user_line
-from ._modes import Modes, generators_in, with_children
+from ._modes import Modes, generators_in, taken_apart
 from ._notes import Notes
 from ._parts import bytes_of
-from ._state import DrawWatch, Watch, reached
+from ._state import DrawWatch, Watch
 from ._views import memory_of, version_of
 
 __all__ = ["Buffers", "Moved", "copies", "not_misled", "settle", "states_of"]
@@ -349,10 +349,9 @@ def states_of(
     """
     closures: list[FunctionType] = []
     objects: list[Any] = []
-    roots = reached(function, leaves, closures, objects)
+    roots, modules = taken_apart(function, leaves, closures, objects)
     if not roots and not closures and not objects:
         return (), (), None, None
-    modules = with_children(root for root in roots if isinstance(root, torch.nn.Module))
     modes = Modes(modules, closures, objects) if modules or closures or objects else None
     generators = generators_in(roots, modes.attributes() if modes is not None else ())
     found: list[Any] = [*modules, *roots]

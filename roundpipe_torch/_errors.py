@@ -189,8 +189,8 @@ def outside_changed(layer: str, tensor: torch.Tensor, line: str) -> MutationErro
     """A tensor that the layer takes from outside is not what it was, and backward needs what comes of it."""
     return MutationError(
         message(
-            f"layer {layer!r}: a tensor from outside, {described(tensor)}, has been modified by an inplace operation "
-            "after the forward, and backward needs what the recompute makes of it.",
+            f"layer {layer!r}: a tensor from outside, {described(tensor)}, has been modified by an inplace operation, "
+            "or converted, after the forward, and backward needs what the recompute makes of it.",
             [("read at", line)] if line else [],
             "change it after backward, or out of place; or pass it to the layer as an argument; or let the layer keep "
             "what it decides by it, by save_for_recompute(...) or recompute_once(...).",

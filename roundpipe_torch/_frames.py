@@ -252,6 +252,8 @@ class Frame:
                 again = self._tried(holder) or self._recompute(holder).trace
                 if holder.value is None:
                     forward = self.trace
+                    if self.outside is not None:
+                        self.outside.explain(self.slot.label)
                     raise no_partner(
                         self.slot.label,
                         forward.told_of(holder.index),
@@ -294,9 +296,11 @@ class Frame:
                 raise drawn_in_a_crowd(self.slot.label, drew)
             if recompute.relaid >= 0 and recompute.drew:
                 raise drawn_in_another_layout(self.slot.label, self.trace.told_of(recompute.relaid))
-        except BaseException:
+        except BaseException as error:
             before.restore()
             self._empty()  # or a later backward, of the same graph, would take them
+            if self.outside is not None and type(error) is RuntimeError:
+                self.outside.explain(self.slot.label)
             raise
         for n, tensor in recompute.changed.items():
             holder = self.trace.refs[n]()

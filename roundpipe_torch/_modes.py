@@ -23,9 +23,10 @@ import torch
 from torch.jit import ScriptModule
 
 from ._bindings import Bindings
+from ._named import named_by
 from ._state import attributes_of, generators_within, reached
 
-__all__ = ["Modes", "generators_in", "own_generators", "with_children"]
+__all__ = ["Modes", "generators_in", "own_generators", "taken_apart", "with_children"]
 
 _ABSENT: Any = object()
 _Attribute = tuple[Any, str, Any]
@@ -47,10 +48,23 @@ def with_children(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
     return found
 
 
+def taken_apart(
+    function: Any, leaves: Collection[Any], closures: list[FunctionType], objects: list[Any]
+) -> tuple[Sequence[Any], list[torch.nn.Module]]:
+    """What a call can reach, see `reached`, and all modules in that."""
+    roots = reached(function, leaves, closures, objects)
+    if not roots and not objects and type(function) is FunctionType:
+        return (), []
+    modules = with_children(root for root in roots if isinstance(root, torch.nn.Module))
+    named = named_by({type(function), *map(type, modules), *map(type, objects)})
+    if not named:
+        return roots, modules
+    return [*roots, *named], with_children([*modules, *(one for one in named if isinstance(one, torch.nn.Module))])
+
+
 def own_generators(function: Any, values: Collection[Any]) -> tuple[torch.Generator, ...]:
     """Those that a call can reach, and among the attributes of the modules there."""
-    roots = reached(function, values, [], [])
-    modules = with_children(root for root in roots if isinstance(root, torch.nn.Module))
+    roots, modules = taken_apart(function, values, [], [])
     return generators_in(roots, [vars(module) for module in modules if _may_have_more(module)])
 
 

@@ -19,6 +19,7 @@ import torch
 
 from roundpipe_core import MutationError
 
+from ._bindings import is_plain
 from ._errors import outside_changed, user_line
 from ._inputs import tensors_in
 from ._state import Watch
@@ -26,25 +27,41 @@ from ._views import memory_of, version_of
 
 __all__ = ["Outside", "Stale"]
 
-_version = attrgetter("_version")
+_version, _dtype = attrgetter("_version"), attrgetter("dtype")
 _KINDS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class Outside:
-    """The tensors within reach of a call, and their versions when its forward was over."""
+    """The tensors within reach of a call, and their versions and dtypes when its forward was over."""
 
-    __slots__ = ("_tensors", "_versions")
+    __slots__ = ("_dtypes", "_tensors", "_versions")
 
     def __init__(self, roots: Sequence[Any]) -> None:
         tensors = _within(roots)
         self._tensors = [*map(weakref.ref, tensors)]
-        self._versions = _versions_of(tensors)
+        self._versions, self._dtypes = _versions_of(tensors), [*map(_dtype, tensors)]
 
     def changed(self) -> list[torch.Tensor]:
-        """Those that were written to since."""
-        tensors = [reference() for reference in self._tensors]
-        pairs = zip(tensors, self._versions, strict=True)
-        return [tensor for tensor, version in pairs if tensor is not None and version_of(tensor) != version]
+        """Those that were written to since, or converted, which moves no version."""
+        noted = zip(self._tensors, self._versions, self._dtypes, strict=True)
+        found = ((reference(), version, dtype) for reference, version, dtype in noted)
+        return [
+            tensor
+            for tensor, version, dtype in found
+            if tensor is not None and (version_of(tensor) != version or _is_converted(tensor, dtype))
+        ]
+
+    def explain(self, layer: str) -> None:
+        """Raise that a tensor was converted, if one was: a recompute has failed, or made others than the forward."""
+        for reference, dtype in zip(self._tensors, self._dtypes, strict=True):
+            tensor = reference()
+            if tensor is not None and _is_converted(tensor, dtype):
+                raise outside_changed(layer, tensor, "")
+
+
+def _is_converted(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether it is of another dtype now. FSDP gives weights that it shards the dtype of mixed precision for a time."""
+    return tensor.dtype != dtype and is_plain(tensor)
 
 
 def _versions_of(tensors: list[torch.Tensor]) -> list[int]:

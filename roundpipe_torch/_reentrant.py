@@ -273,8 +273,10 @@ class _Region:
         try:
             attempt = partial(self._replay, tensors, before.numbers)
             leaves, drew = replayed(partial(not_misled, self.buffers, attempt), self.generators, self.crowded)
-        except BaseException:
+        except BaseException as error:
             before.restore()
+            if self.outside is not None and type(error) is RuntimeError:
+                self.outside.explain(self.slot.label)
             raise
         if drew:
             raise drawn_in_a_crowd(self.slot.label, drew)

@@ -27,6 +27,7 @@ from roundpipe_core._trees import flatten
 from ._views import PLAIN
 
 __all__ = [
+    "LEAD_NOWHERE",
     "PLAIN_VALUES",
     "Ambient",
     "DrawWatch",
@@ -40,6 +41,7 @@ __all__ = [
     "generators_of",
     "generators_on",
     "generators_within",
+    "is_beside",
     "modules_of",
     "reached",
     "replayed",
@@ -396,7 +398,7 @@ def _reached(
                 with contextlib.suppress(ValueError):  # a cell that is not filled yet
                     waiting.append(cell.cell_contents)
             for value in map(found.__globals__.get, found.__code__.co_names):
-                if type(value) not in _LEAD_NOWHERE and (isinstance(value, kinds) or _is_beside(found, value)):
+                if type(value) not in LEAD_NOWHERE and (isinstance(value, kinds) or is_beside(found, value)):
                     waiting.append(value)
         elif isinstance(found, partial):
             waiting += [found.func, *found.args, *found.keywords.values()]
@@ -405,7 +407,7 @@ def _reached(
             waiting += [found.__self__, found.__func__]
         elif isinstance(found, (list, tuple, dict)) and len(found) <= _MOST_SEARCHED:
             waiting += found.values() if isinstance(found, dict) else found
-        elif type(found) not in _PLAIN and type(found) not in _LEAD_NOWHERE and not isinstance(found, type):
+        elif type(found) not in _PLAIN and type(found) not in LEAD_NOWHERE and not isinstance(found, type):
             attributes = attributes_of(found)
             if attributes and (callable(found) or id(found) in bound):
                 waiting += attributes.values()
@@ -454,7 +456,7 @@ _HAVE_NO_GENERATOR = frozenset(
     }
 )  # fmt: skip
 """What most attributes are."""
-_LEAD_NOWHERE = frozenset({type(None), type, types.ModuleType, types.BuiltinFunctionType})
+LEAD_NOWHERE = frozenset({type(None), type, types.ModuleType, types.BuiltinFunctionType})
 """What most names of a function's globals stand for."""
 PLAIN_VALUES = _PLAIN = frozenset({*PLAIN, type(None), bool, int, float, str, object})
 """What most arguments are."""
@@ -468,12 +470,12 @@ def _reaches_nothing(function: Any) -> bool:
         return False
     for value in map(function.__globals__.get, function.__code__.co_names):
         kind = type(value)
-        if kind not in _LEAD_NOWHERE and (kind is not types.FunctionType or _is_beside(function, value)):
+        if kind not in LEAD_NOWHERE and (kind is not types.FunctionType or is_beside(function, value)):
             return False
     return True
 
 
-def _is_beside(function: types.FunctionType, value: Any) -> bool:
+def is_beside(function: types.FunctionType, value: Any) -> bool:
     """Whether `value` is a function of the same file."""
     if not isinstance(value, types.FunctionType):
         return False

@@ -230,7 +230,8 @@ def split(what: str) -> None:
     _stop(
         CompileError,
         f"{what} is traced inside a region, or under a tape, that is not part of the compiled graph.",
-        "compile without fullgraph=True, which splits the graph here, or compile the code that calls checkpoint.",
+        "compile without fullgraph=True, which splits the graph here, or compile the code that calls checkpoint; of a "
+        "function given to scan, map or cond, save in front of that call what it decides by.",
     )
 
 

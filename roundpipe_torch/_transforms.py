@@ -2,7 +2,8 @@
 
 *Inside*, `grad`, `vjp` and their kin refuse hooks for saved tensors, for they would have to wrap what a hook gives.
 Ours are lifted as long as one runs: what it keeps for a backward of the layer the graph of the forward keeps, as if
-`keep` had been said of it.
+`keep` had been said of it. They are lifted too while torch makes a graph of a part, as `scan` and `flex_attention` do:
+that differentiates a trace, which has no values, and which no backward asks for.
 
 *Around*, `vmap` stands above autograd, which saves whole batches. The arguments of a region are of one call of `vmap`
 though, and so is what it decides. A recompute in backward, where that call is over, begins it once more. What `jvp`
@@ -12,6 +13,7 @@ gives a region is dead by then. `grad` would refuse the region's hooks.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -24,6 +26,7 @@ from torch._functorch.pyfunctorch import (
     retrieve_all_functorch_interpreters,
     temporarily_clear_interpreter_stack,
 )
+from torch.fx.experimental import proxy_tensor
 
 from ._errors import under_a_transform
 from ._torchs import innermost, is_ours
@@ -69,24 +72,41 @@ def _batched(batches: Batches) -> Iterator[None]:
 
 
 def let_transforms_lift_hooks() -> None:
-    """Replace the function of torch that refuses hooks, once. Where none of ours are in force it does what it did."""
+    """Replace the functions of torch that refuse hooks and that trace, once.
+
+    Where no hooks of ours are in force they do what they did.
+    """
     graph: Any = torch.autograd.graph
     refuse: Callable[[str], AbstractContextManager[None]] = graph.disable_saved_tensors_hooks
+    trace: Callable[..., Any] = proxy_tensor.dispatch_trace
 
     @contextlib.contextmanager
     def disable_saved_tensors_hooks(error_message: str) -> Iterator[None]:
-        lifted = []
-        while is_ours(innermost(False)):
-            lifted.append(innermost(False))
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-        try:
-            with refuse(error_message):
-                yield
-        finally:
-            for hooks in reversed(lifted):
-                torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+        with _lifted(), refuse(error_message):
+            yield
+
+    @functools.wraps(trace)
+    def dispatch_trace(*args: Any, **kwargs: Any) -> Any:
+        with _lifted():
+            return trace(*args, **kwargs)
 
     graph.disable_saved_tensors_hooks = disable_saved_tensors_hooks
+    tracer: Any = proxy_tensor
+    tracer.dispatch_trace = dispatch_trace
     dynamo: Any = sys.modules.get("torch._dynamo.variables.torch")
     if dynamo is not None:  # else it will find this one when it is loaded
         dynamo.supported_ctx_manager_classes[disable_saved_tensors_hooks] = None
+
+
+@contextlib.contextmanager
+def _lifted() -> Iterator[None]:
+    """Without hooks of a region, as far as they are the innermost."""
+    lifted = []
+    while is_ours(innermost(False)):
+        lifted.append(innermost(False))
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for hooks in reversed(lifted):
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)

@@ -192,6 +192,18 @@ def test_layers_that_are_not_checkpointed_are_told_to_who_gives_routing_to_regio
         save_for_recompute(np.zeros((5, 2), "int64"))
 
 
+def test_who_decides_by_recompute_once_is_told_the_name() -> None:
+    def route() -> np.ndarray:
+        return np.zeros((5, 2), "int64")
+
+    message = (
+        r"slot 'recompute_once\(\.\.\.\)'\.(?s:.)*the tape has: the unnamed slot(?s:.)*"
+        r'for recompute_once\(route, \.\.\.\) is "recompute_once\(route\)"\.$'
+    )
+    with pytest.raises(TapeError, match=message), replay(Tape.from_routing(routing(layers=1), experts=8)):
+        layer("moe", lambda: recompute_once(route))
+
+
 def test_who_names_no_layers_is_told_to_where_some_do_not_route() -> None:
     way_out = r"one forward for one; if some checkpointed layers do not route, from_routing has to be given layers=\.$"
     with pytest.raises(TapeError, match=way_out), replay(Tape.from_routing(routing(layers=1), experts=8)):

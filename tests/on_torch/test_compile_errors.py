@@ -165,6 +165,8 @@ def test_a_decision_inside_an_operator_that_is_kept_whole() -> None:
 
     with pytest.raises(CompileError, match=r"makes a decision inside .*cond"):
         whole(lambda x: checkpoint(layer, x))(leaf(5, D))
+    with pytest.raises(RuntimeError, match="of a function given to scan, map or cond, save in front of that call"):
+        checkpoint(layer, leaf(5, D).abs())  # not compiled: torch compiles the branches
 
 
 @pytest.mark.parametrize("how", ["warn", "raise"])

@@ -85,6 +85,26 @@ def test_a_weight_that_autograd_saves_nothing_of(what, way) -> None:
         y.sum().backward()
 
 
+CONVERTED: dict[str, Any] = {
+    "the kernel refuses": lambda w: lambda x: (x @ w).sin(),
+    "autograd saved it": lambda w: lambda x: (x * w[0]).sin(),
+    "autograd saved nothing of it": lambda w: lambda x: (x + w[0]).sin(),
+    "in a layer inside": lambda w: lambda x: checkpoint(lambda x: (x @ w).sin(), x).cos(),
+}
+
+
+@pytest.mark.parametrize("way", ENGINES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("name", list(CONVERTED))
+def test_a_weight_that_is_converted_before_backward(name, dtype, way) -> None:
+    """As by `module.half()`, which gives each weight other data."""
+    w = nn.Parameter(leaf(D, D, seed=1).detach())
+    y = way(CONVERTED[name](w), leaf(T, D))
+    w.data = w.data.to(dtype)
+    with pytest.raises(MutationError, match="or converted, after the forward"):
+        y.sum().backward()
+
+
 def scratch(t, x):
     t.copy_(x.detach())
     return x.sin() * (t + 1)

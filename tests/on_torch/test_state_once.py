@@ -239,6 +239,67 @@ def test_where_modules_are_found(way) -> None:
     same(scenario(way), scenario(plain))
 
 
+NUMBERS, TABLE = torch.Generator(), torch.zeros(T, D)
+
+
+def drawn_here(x):
+    return torch.rand(x.shape, generator=NUMBERS)
+
+
+class Naming(nn.Module):
+    """What it uses stands in no attribute: globals, by a function beside it too."""
+
+    def draw(self, x):
+        return torch.rand(x.shape, generator=NUMBERS)
+
+    def forward(self, x):
+        return somewhere(x.exp() * self.draw(x)).sin() * drawn_here(x) + TABLE
+
+
+class CalledNaming:
+    def __call__(self, x):
+        return somewhere(x.exp()).sin() * drawn_here(x) + TABLE
+
+
+def naming_of_others():
+    """A class whose methods have variables of the function around."""
+    numbers, module = torch.Generator().manual_seed(3), Moving()
+
+    class Inside(nn.Module):
+        def forward(self, x):
+            return module(x.exp() * torch.rand(x.shape, generator=numbers)).sin()
+
+    return Inside(), module
+
+
+@pytest.mark.parametrize("way", ENGINES)
+def test_what_the_code_of_a_class_names(way) -> None:
+    def scenario(way):
+        global somewhere
+        somewhere = Moving()
+        NUMBERS.manual_seed(1)
+        inside, module = naming_of_others()
+        x = leaf(T, D)
+        y = x
+        for layer in (Naming(), nn.Sequential(nn.Tanh(), Naming()), CalledNaming(), inside):
+            y = way(layer, y)
+        y.sum().backward()
+        return y, x.grad, [*somewhere.buffers(), *module.buffers()], NUMBERS.get_state()
+
+    same(scenario(way), scenario(plain))
+
+
+@pytest.mark.parametrize("way", ENGINES)
+def test_a_table_that_the_code_of_a_class_names_is_changed(way) -> None:
+    global somewhere
+    somewhere = nn.Identity()
+    y = way(nn.Sequential(Naming(), nn.Tanh()), leaf(T, D))
+    TABLE.add_(1)
+    with pytest.raises(MutationError, match="a tensor from outside"):
+        y.sum().backward()
+    TABLE.zero_()
+
+
 class Called:
     """No module, but a layer all the same."""
 

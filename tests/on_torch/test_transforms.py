@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._higher_order_ops import scan
 from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import flex_attention as flex
 from torch.nn.functional import dropout
 
 from roundpipe_torch import MismatchError, checkpoint, keep, recompute_once, save_for_recompute
@@ -67,6 +70,45 @@ def test_inside_a_layer(way, inside):
 
         way(layer, x).sum().backward()
         return x.grad, w.grad, v.grad
+
+    agree(scenario, way)
+
+
+def scanned(h, w):
+    total, sums = scan(lambda carry, row: ((carry + row @ w).tanh(), (carry * row).sin()), torch.zeros(D), h)
+    return sums + total
+
+
+def attended(h, w):
+    query, key = (h @ w)[None, None], h[None, None]
+    bias = w[0].exp()
+    score = lambda score, b, h, i, j: (score + bias[j % D]).tanh()  # noqa: E731
+    return flex.flex_attention(query, key, key, score_mod=score)[0, 0]
+
+
+def traced(h, w):
+    def slope(h, w):
+        (found,) = torch.autograd.grad(torch.tanh(h @ w).exp().sum(), h)
+        return found
+
+    return h * make_fx(slope)(h.detach().requires_grad_(), w.detach())(h, w)
+
+
+@pytest.mark.parametrize("inside", [scanned, attended, traced], ids=lambda inside: inside.__name__)
+@pytest.mark.parametrize("way", ENGINES)
+@pytest.mark.filterwarnings("ignore")  # of torch about itself
+def test_torch_traces_and_differentiates_a_part_of_a_layer(way, inside, monkeypatch):
+    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)  # on a CPU it refuses to be trained
+
+    def scenario(way):
+        x, w = leaf(T, D), leaf(D, D, seed=1)
+
+        def layer(x):
+            best = decided(lambda: top(x))
+            return torch.exp(inside(torch.sin(x), w)).gather(-1, best)
+
+        way(layer, x).sum().backward()
+        return x.grad, w.grad
 
     agree(scenario, way)
 
