@@ -6,10 +6,10 @@ A method has them as any function has. Which they are is looked up once for each
 from __future__ import annotations
 
 import dis
+import weakref
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from itertools import chain, starmap
-from types import CellType, CodeType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -26,39 +26,53 @@ def named_by(kinds: Iterable[type]) -> list[Any]:
 
 
 _WANTED = (torch.nn.Module, torch.Tensor, torch.Generator)
+_Place = tuple[weakref.ref[FunctionType], str, int]
+"""A function, a name, and which of its outer variables that is: -1 for a global."""
+_known: dict[int, tuple[_Place, ...]] = {}
 
 
-def _found_at(names: dict[str, Any] | CellType, name: str) -> Any:
-    if isinstance(names, dict):
-        return names.get(name)
+def _found_at(reference: weakref.ref[FunctionType], name: str, outer: int) -> Any:
+    function = reference()
+    if function is None:
+        return None
+    if outer < 0:
+        return function.__globals__.get(name)
     try:
-        return names.cell_contents
-    except ValueError:  # it is empty
+        return (function.__closure__ or ())[outer].cell_contents
+    except (IndexError, ValueError):  # it is empty
         return None
 
 
-@lru_cache(maxsize=1024)
-def _places_of(kind: type) -> tuple[tuple[dict[str, Any] | CellType, str], ...]:
+def _places_of(kind: type) -> tuple[_Place, ...]:
     """Where what the functions of a class name may be found, and those beside them that they call."""
+    known = _known.get(id(kind))
+    if known is None:
+        known = _known[id(kind)] = _searched(kind)
+        weakref.finalize(kind, _known.pop, id(kind), None).atexit = False
+    return known
+
+
+def _searched(kind: type) -> tuple[_Place, ...]:
     own = (base for base in kind.__mro__ if not base.__module__.startswith(("torch.", "builtins")))
     waiting = [value for base in own for value in vars(base).values()]
     seen: set[int] = set()
-    found: dict[tuple[int, str], tuple[dict[str, Any] | CellType, str]] = {}
+    found: dict[tuple[int, str], _Place] = {}
     while waiting:
         function = waiting.pop()
         if not isinstance(function, FunctionType) or id(function) in seen:
             continue
         seen.add(id(function))
         waiting.append(function.__dict__.get("__wrapped__"))
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if name != "__class__":  # of `super()`
-                found[id(cell), name] = cell, name
+        reference = weakref.ref(function)  # a class that was made in a function does not outlive it for this
+        for n, cell in enumerate(function.__closure__ or ()):
+            if function.__code__.co_freevars[n] != "__class__":  # of `super()`
+                found[id(cell), ""] = reference, "", n
         for name in _globals_in(function.__code__):
             value = function.__globals__.get(name)
             if is_beside(function, value):
                 waiting.append(value)
             elif type(value) not in _NEVER:
-                found[id(function.__globals__), name] = function.__globals__, name
+                found[id(function.__globals__), name] = reference, name, -1
     return (*found.values(),)
 
 

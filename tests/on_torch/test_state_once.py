@@ -290,6 +290,16 @@ def test_what_the_code_of_a_class_names(way) -> None:
 
 
 @pytest.mark.parametrize("way", ENGINES)
+def test_a_class_that_was_made_in_a_function_dies_with_it(way) -> None:
+    inside, module = naming_of_others()
+    way(inside, leaf(T, D)).sum().backward()
+    gone = weakref.ref(type(inside)), weakref.ref(module)
+    del inside, module
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+
+
+@pytest.mark.parametrize("way", ENGINES)
 def test_a_table_that_the_code_of_a_class_names_is_changed(way) -> None:
     global somewhere
     somewhere = nn.Identity()
