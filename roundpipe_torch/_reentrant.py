@@ -163,6 +163,7 @@ class _Region:
                     run.plan, run.parcel = self.parcel.plan, self.parcel
                 leaves = self._run(run, args, kwargs)
         finally:
+            self.ambient.forget_weights()
             self.crowded = () if visit is None else visit.end()
         self.wrote = versions != [*map(version_of, tensors)]
         if self.modes is not None:
