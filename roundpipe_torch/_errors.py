@@ -403,6 +403,18 @@ def no_second_derivative(layer: str) -> MismatchError:
     )
 
 
+def no_forward_mode(layer: str) -> MismatchError:
+    """An argument of the second engine carries a tangent."""
+    return MismatchError(
+        message(
+            f"layer {layer!r}: no derivative in forward mode of a layer with use_reentrant=True, whose forward has no "
+            "graph.",
+            [("asked at", user_line())],
+            "use the default engine (use_reentrant=False).",
+        )
+    )
+
+
 def sharded_inside(layer: str) -> CheckpointMismatchError:
     """A nested backward would add to gradients that fully_shard has reduced already."""
     return CheckpointMismatchError(

@@ -51,7 +51,7 @@ from ._run import TorchRun, is_inside, is_told
 from ._selective import count_by_line
 from ._state import Ambient, DrawWatch, Generators, Met, Visit, generators_of, replayed
 from ._torchs import before_hooks, innermost, leave, unseen
-from ._transforms import Batches, batched
+from ._transforms import Batches, batched, in_transform
 from ._usage import held
 from ._verify import Audit
 
@@ -455,11 +455,12 @@ class _Recompute:
             torch._C._set_grad_enabled(True)
             ambient = frame._ambient.restored()
             modes = None if frame._modes is None else frame._modes.restored()
-            if ambient is None and modes is None and frame._batches == () and not self._hooked:
+            alone = frame._batches == () and not in_transform()
+            if ambient is None and modes is None and alone and not self._hooked:
                 outputs, audit = frame._context.copy().run(self._play, args, kwargs, watch)
             else:
                 resting = Resting(self._hooked, frame._function, args, kwargs)
-                inside = _NO_CONTEXT if frame._batches == () else batched(frame.slot.label, frame._batches)
+                inside = _NO_CONTEXT if alone else batched(frame.slot.label, frame._batches)
                 with ambient or _NO_CONTEXT, modes or _NO_CONTEXT, resting, inside:
                     outputs, audit = frame._context.copy().run(self._play, args, kwargs, watch)
             if not self.done:

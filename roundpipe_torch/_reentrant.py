@@ -34,6 +34,7 @@ from ._errors import (
     drawn_in_a_crowd,
     drawn_in_another_layout,
     input_changed,
+    no_forward_mode,
     no_second_derivative,
     other_parameter,
     parameter_left_out,
@@ -55,6 +56,7 @@ from ._ranks import is_sharded, step_is_over
 from ._run import TorchRun, is_inside, is_told, pack_plainly, unpack_plainly
 from ._state import Ambient, DrawWatch, Generators, Met, Visit, generators_of, modules_of, replayed
 from ._torchs import leave, unseen
+from ._transforms import batched, in_transform
 from ._uncompiled import run_as_it_is
 from ._usage import held
 from ._views import dress_of, dressed, version_of
@@ -168,6 +170,7 @@ class _Region:
                     run.plan, run.parcel = self.parcel.plan, self.parcel
                 leaves = self._run(run, args, kwargs)
         finally:
+            self.ambient.forget_weights()
             self.crowded = () if visit is None else visit.end()
         self.wrote = versions != [*map(version_of, tensors)]
         if self.modes is not None:
@@ -395,6 +398,10 @@ class _Reentrant(torch.autograd.Function):
         return tuple(output for output, _ in given)
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise no_forward_mode(ctx.region.slot.label)
+
+    @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         with torch.no_grad():
             found = _Reentrant.gradients(ctx, grads)
@@ -412,9 +419,10 @@ class _Reentrant(torch.autograd.Function):
             raise accumulates_only(region.slot.label)
         if region.parcel is not None:
             region.parcel.arrive()
-        tensors, made = region.cut(region.arguments(ctx))
-        begun = node_count()
-        outputs = region.replay(tensors)
+        with batched(region.slot.label, ()) if in_transform() else _NO_CONTEXT:
+            tensors, made = region.cut(region.arguments(ctx))
+            begun = node_count()
+            outputs = region.replay(tensors)
         _check_shapes(region, grads, outputs)
         with_grad = [
             (out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None and out.requires_grad

@@ -17,6 +17,7 @@ from operator import call, eq, methodcaller, not_
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -520,6 +521,38 @@ def _settings() -> Iterator[_Setting]:
     deterministic, warns = c._get_deterministic_algorithms, c._get_deterministic_algorithms_warn_only
     yield deterministic, lambda value: c._set_deterministic_algorithms(value, warn_only=warns())
     yield warns, lambda value: c._set_deterministic_algorithms(deterministic(), warn_only=value)
+    yield _cached_weights, _cache_weights
+
+
+class _Weights:
+    """What `torch.nn.utils.parametrize.cached()` keeps; `blocks` of it are open."""
+
+    __slots__ = ("blocks", "tensors")
+
+    def __init__(self, blocks: int, tensors: dict[Any, Any]) -> None:
+        self.blocks, self.tensors = blocks, tensors
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Weights) or self.blocks != other.blocks:
+            return False
+        return self.tensors.keys() == other.tensors.keys() and all(
+            tensor is other.tensors[key] for key, tensor in self.tensors.items()
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+_parametrize: Any = parametrize
+
+
+def _cached_weights() -> _Weights | None:
+    blocks = _parametrize._cache_enabled
+    return _Weights(blocks, _parametrize._cache.copy()) if blocks else None
+
+
+def _cache_weights(weights: _Weights | None) -> None:
+    _parametrize._cache_enabled = weights.blocks if weights else 0
+    _parametrize._cache = weights.tensors.copy() if weights else {}
 
 
 def _spread(writer: Callable[..., Any]) -> Callable[[Any], Any]:
@@ -542,6 +575,7 @@ _SURROUNDINGS: tuple[Callable[[], Any], ...] = (
     _dynamo.get_eval_frame_callback,
     *_READERS,
 )
+_CACHED = _SURROUNDINGS.index(_cached_weights)
 
 # The older switches over the same float32 settings. Torch refuses to read them while they disagree with the new ones.
 _OLD_FP32: tuple[tuple[Callable[[], Any], Callable[[Any], Any], tuple[Any, ...], tuple[int, ...]], ...] = (
@@ -632,6 +666,12 @@ class Ambient:
         if found == self._found and not found[0] and not found[1]:
             return None
         return self._restored()
+
+    def forget_weights(self) -> None:
+        """Let `cached()` keep what it kept then: weights made in a forward without a graph are of no use to others."""
+        weights: _Weights | None = self._found[_CACHED]
+        if weights is not None:
+            _cache_weights(weights)
 
     def _restored(self) -> contextlib.AbstractContextManager[Any] | None:
         now = Ambient()

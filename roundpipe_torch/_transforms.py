@@ -6,8 +6,9 @@ Ours are lifted as long as one runs: what it keeps for a backward of the layer t
 that differentiates a trace, which has no values, and which no backward asks for.
 
 *Around*, `vmap` stands above autograd, which saves whole batches. The arguments of a region are of one call of `vmap`
-though, and so is what it decides. A recompute in backward, where that call is over, begins it once more. What `jvp`
-gives a region is dead by then. `grad` would refuse the region's hooks.
+though, and so is what it decides. A recompute in backward, where that call is over, begins it once more; one that a
+transform of the backward asks for (`vmap` over gradients) runs outside of that. What `jvp` gives a region is dead by
+then. `grad` would refuse the region's hooks.
 """
 
 from __future__ import annotations
@@ -41,6 +42,15 @@ transformed: Callable[[], Any] = _functorch.peek_interpreter_stack
 """Something, if a transform runs on this thread."""
 
 
+def in_transform() -> bool:
+    """Whether one runs here, or a backward of whole batches of gradients (`is_grads_batched`), which is like `vmap`."""
+    return transformed() is not None or _is_included(_BATCHED_GRADIENTS)
+
+
+_is_included: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
+_BATCHED_GRADIENTS: Any = torch._C._parse_dispatch_key("VmapMode")
+
+
 def batches_around(layer: str, use_reentrant: bool) -> Batches | None:
     """Those that a region begins in; None if there is more around it, so that no recompute can be."""
     around = retrieve_all_functorch_interpreters()
@@ -57,10 +67,16 @@ def batched(layer: str, batches: Batches | None) -> AbstractContextManager[None]
     return _batched(batches)
 
 
+def _without_batched_gradients() -> AbstractContextManager[None]:
+    guard: Any = torch._C._ExcludeDispatchKeyGuard
+    found: AbstractContextManager[None] = guard(torch._C.DispatchKeySet(_BATCHED_GRADIENTS))
+    return found
+
+
 @contextlib.contextmanager
 def _batched(batches: Batches) -> Iterator[None]:
     begun = 0
-    with temporarily_clear_interpreter_stack():
+    with temporarily_clear_interpreter_stack(), _without_batched_gradients():
         try:
             for size, randomness in batches:
                 _functorch._vmap_increment_nesting(size, randomness)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
 
 from roundpipe_torch import (
     CheckpointMismatchError,
@@ -729,3 +730,28 @@ def test_the_current_device_is_that_of_the_forward(monkeypatch):
     y.sum().backward()
     assert made == [1, 1]
     assert current == [0]
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["backward after the block", "backward in the block"])
+@pytest.mark.parametrize("how", [checkpoint, reentrant, nested])
+def test_weights_that_parametrize_keeps_for_a_block(how, inside) -> None:
+    """Some are made by a layer, and found by its next call; some are there before."""
+
+    def gradients(way):
+        torch.manual_seed(0)
+        first, second = (torch.nn.utils.parametrizations.orthogonal(torch.nn.Linear(16, 16)) for _ in range(2))
+        x = leaf()
+        with contextlib.ExitStack() as block:
+            block.enter_context(parametrize.cached())
+            assert second.weight.requires_grad
+            y = way(lambda x: second(first(x).sin()).exp(), way(lambda x: first(x).cos(), x)).sum()
+            if not inside:
+                block.close()
+            y.backward()
+        return [x.grad, *(weight.grad for module in (first, second) for weight in module.parameters())]
+
+    got, want = gradients(how), gradients(lambda layer, x: layer(x))
+    within = 1e-5 if how is reentrant else 0.0  # it makes the first weight once more for each call
+    assert all(torch.allclose(one, other, within, within) for one, other in zip(got, want, strict=True))
+    assert parametrize._cache_enabled == 0
+    assert parametrize._cache == {}

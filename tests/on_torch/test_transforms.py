@@ -124,6 +124,46 @@ def test_inside_a_layer_of_second_derivatives():
     agree(scenario)
 
 
+def pulled(y, x):
+    return lambda given: torch.autograd.grad(y, x, given, retain_graph=True)[0]
+
+
+TRANSFORMED = {
+    "batched": lambda y, x, several: torch.autograd.grad(y, x, several, is_grads_batched=True)[0],
+    "vmap": lambda y, x, several: vmap(pulled(y, x))(several),
+    "jvp": lambda y, x, several: jvp(pulled(y, x), (several[0],), (several[1],)),
+}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("kind", list(TRANSFORMED))
+@pytest.mark.parametrize("way", ENGINES)
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # jvp uses it
+def test_a_backward_inside_a_transform(way, kind, nested):
+    """Its recompute is not of a batch, and may draw random numbers."""
+
+    def scenario(way):
+        torch.manual_seed(0)
+        x, w = leaf(T, D), leaf(D, D, seed=1)
+
+        def layer(x):
+            best = decided(lambda: top(x))
+            return dropout(torch.exp(torch.sin(x @ w)), 0.5).gather(-1, best)
+
+        y = way(lambda x: way(layer, x.sin()).exp() if nested else layer(x), x.sin())
+        several = leaf(B, *y.shape, seed=2).detach()
+        return TRANSFORMED[kind](y, x, several)
+
+    agree(scenario, way)
+
+
+def test_forward_mode_through_the_second_engine_is_refused_by_name():
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(leaf(T, D), torch.ones(T, D))
+        with pytest.raises(MismatchError, match="no derivative in forward mode of a layer with use_reentrant=True"):
+            reentrant(lambda x: x.sin(), dual)
+
+
 def test_hooks_of_others_are_refused_as_ever():
     with (
         torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
