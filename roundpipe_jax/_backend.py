@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,8 @@ class JaxArrays:
         return isinstance(value, jax.Array)
 
     def expand(self, value: Any) -> tuple[Sequence[Any], Callable[[list[Any]], Any]] | None:
+        if isinstance(value, Iterator):  # JAX warns of one
+            return None
         tree: Any = jax.tree.structure(value, is_leaf=lambda part: part is not value)
         if jax.tree_util.treedef_is_leaf(tree):
             return None
