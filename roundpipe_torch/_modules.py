@@ -68,6 +68,12 @@ def remat(target: Any = None, **options: Any) -> Any:
         return functools.partial(remat, **options)
     options = checked(target, options)
     if isinstance(target, torch.nn.Module):
+        if getattr(target.forward, "__func__", None) is _NO_FORWARD:
+            raise wrong_option(
+                target,
+                f"remat takes a layer, and {type(target).__qualname__} has no forward.",
+                "remat the modules in it: torch.nn.ModuleList(map(remat, modules)).",
+            )
         return _remat_module(target, options)
 
     @functools.wraps(target, updated=())
@@ -102,12 +108,6 @@ def checked(target: Any, options: dict[str, Any]) -> dict[str, Any]:
             target,
             f"remat takes a function or a module object, not {shown(target)}.",
             "pass an instance: remat(Layer(...)), and call what that gives: remat(layer)(x).",
-        )
-    if isinstance(target, torch.nn.Module) and getattr(target.forward, "__func__", None) is _NO_FORWARD:
-        raise wrong_option(
-            target,
-            f"remat takes a layer, and {type(target).__qualname__} has no forward.",
-            "remat the modules in it: torch.nn.ModuleList(map(remat, modules)).",
         )
     if "auto" in options:
         options = {**options, "auto": as_decisions(target, options["auto"])}

@@ -243,4 +243,4 @@ def test_watching_draws_does_not_load_the_compiler():
     subprocess.run([sys.executable, "-c", program + check], check=True, timeout=120)
     with DrawWatch() as watch:
         torch.rand(2)
-    assert watch.drew
+    assert watch.drawn
