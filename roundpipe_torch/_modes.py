@@ -23,7 +23,7 @@ import torch
 from torch.jit import ScriptModule
 
 from ._bindings import Bindings
-from ._named import named_by
+from ._named import named_by, names_nothing
 from ._state import attributes_of, generators_within, reached
 
 __all__ = ["Modes", "generators_in", "own_generators", "taken_apart", "with_children"]
@@ -53,13 +53,16 @@ def taken_apart(
 ) -> tuple[Sequence[Any], list[torch.nn.Module]]:
     """What a call can reach, see `reached`, and all modules in that."""
     roots = reached(function, leaves, closures, objects)
-    if not roots and not objects and type(function) is FunctionType:
+    if not roots and not objects and names_nothing(function):
         return (), []
-    modules = with_children(root for root in roots if isinstance(root, torch.nn.Module))
-    named = named_by({type(function), *map(type, modules), *map(type, objects)})
+    modules = with_children(root for root in roots if isinstance(root, torch.nn.Module)) if roots else []
+    named = named_by(function, {type(function), *map(type, modules), *map(type, objects)} - _FUNCTIONS)
     if not named:
         return roots, modules
     return [*roots, *named], with_children([*modules, *(one for one in named if isinstance(one, torch.nn.Module))])
+
+
+_FUNCTIONS = {FunctionType, MethodType}
 
 
 def own_generators(function: Any, values: Collection[Any]) -> tuple[torch.Generator, ...]:

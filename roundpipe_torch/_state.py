@@ -44,6 +44,7 @@ __all__ = [
     "generators_within",
     "is_beside",
     "modules_of",
+    "once_for_a_class",
     "reached",
     "replayed",
     "tensors_of",
@@ -424,6 +425,19 @@ def attributes_of(value: Any) -> dict[str, Any]:
     return attributes if type(attributes) is dict and len(attributes) <= _MOST_SEARCHED else {}
 
 
+def once_for_a_class(search: Callable[[type], T]) -> Callable[[type], T]:
+    """Call `search` once for each class, which is not held for it."""
+    known: dict[int, T] = {}
+
+    def found(kind: type) -> T:
+        if id(kind) not in known:
+            known[id(kind)] = search(kind)
+            weakref.finalize(kind, known.pop, id(kind), None).atexit = False
+        return known[id(kind)]
+
+    return found
+
+
 def generators_within(values: Collection[Any]) -> list[torch.Generator]:
     """Those among `values`, and in containers and attributes of objects there, a few levels deep."""
     found: list[torch.Generator] = []
@@ -446,7 +460,17 @@ def _held_by(value: Any) -> Collection[Any]:
     if isinstance(value, (list, tuple, dict)):
         held: Collection[Any] = value.values() if isinstance(value, dict) else value
         return held if len(held) <= _MOST_SEARCHED else ()
-    return attributes_of(value).values()
+    kind: type = type(value)
+    names = _generators_of(kind)
+    if not names:
+        return attributes_of(value).values()
+    return [*attributes_of(value).values(), *(getattr(value, name) for name in names)]
+
+
+@once_for_a_class
+def _generators_of(kind: type) -> tuple[str, ...]:
+    """The attributes of a class that are generators."""
+    return tuple(name for base in kind.__mro__ for name, value in vars(base).items() if type(value) is torch.Generator)
 
 
 _LEVELS = 4

@@ -190,6 +190,68 @@ def from_further_away(generator):
     return lambda x: (x * torch.rand(16, 16, generator=held.rngs["noise"][0])).exp()
 
 
+SHARED = torch.Generator()
+LISTED, HELD = [SHARED], types.SimpleNamespace(by={"name": SHARED})
+
+
+class Numbered:
+    shared = SHARED
+
+    @classmethod
+    def draw(cls):
+        return torch.rand(16, 16, generator=cls.shared)
+
+
+class DrawsByClass(torch.nn.Module):
+    shared = SHARED
+
+    def forward(self, x):
+        return (x * torch.rand(16, 16, generator=self.shared)).exp()
+
+
+class DrawsByAnother(torch.nn.Module):
+    def forward(self, x):
+        return (x * Numbered.draw()).exp()
+
+
+class DrawsByObject(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.drawing = Numbered()
+
+    def forward(self, x):
+        return (x * self.drawing.draw()).exp()
+
+
+def draws_from_list(x):
+    return (x * torch.rand(16, 16, generator=LISTED[0])).exp()
+
+
+def draws_from_object(x):
+    return (x * (lambda: torch.rand(16, 16, generator=HELD.by["name"]))()).exp()
+
+
+def draws_by_class(x):
+    return (x * Numbered.draw()).exp()
+
+
+@pytest.mark.parametrize("how", [checkpoint, reentrant, nested])
+@pytest.mark.parametrize(
+    "layer",
+    [DrawsByClass(), DrawsByAnother(), DrawsByObject(), draws_from_list, draws_from_object, draws_by_class],
+    ids=lambda layer: getattr(layer, "__name__", type(layer).__name__),
+)
+def test_generators_of_classes_and_in_globals(layer, how) -> None:
+    found = []
+    for way in (lambda layer, x: layer(x), how):
+        SHARED.manual_seed(3)
+        x = leaf()
+        first, second = way(layer, x), way(layer, x * 2)
+        (first + second).sum().backward()
+        found.append((first, second, x.grad, torch.rand(4, generator=SHARED)))
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("how", [checkpoint, reentrant, nested, reentrant_in_default, default_in_reentrant])
 @pytest.mark.parametrize(
     "make",
