@@ -32,7 +32,7 @@ def measure(dtype: torch.dtype, tokens: int, folder: Path, rounds: int) -> Itera
     x_T = torch.zeros(tokens)
 
     def layer(x_T: torch.Tensor, idx_TK: torch.Tensor) -> torch.Tensor:
-        save_for_recompute(idx_TK)
+        (idx_TK,) = save_for_recompute(idx_TK)
         return x_T
 
     def forward() -> None:
