@@ -48,7 +48,7 @@ __all__ = ["VERSION", "dumped", "load", "loaded", "save"]
 
 VERSION = "1"
 FORMAT = "roundpipe_tape"
-_READING = 4  # threads, which also take the checksums
+_READING = min(4, os.cpu_count() or 1)  # threads, which also take the checksums; more than cores are slower
 _GROUP = 2 << 20  # bytes that are handed to a thread at a time, and that lie in one piece of memory when they are read
 _WORD = 8  # bytes of the widest element that has to lie at a multiple of its size
 _UNKNOWN = "0" * 8
