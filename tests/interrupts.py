@@ -44,7 +44,7 @@ class At:
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "line":
             self.seen += 1
-            if self.seen == self.n and (_enters_handler(frame) or _is_finalizing(frame)):
+            if self.seen == self.n and (_enters_handler(frame) or _ends_block(frame) or _is_finalizing(frame)):
                 self.n += 1
             elif self.seen == self.n:
                 sys.settrace(None)
@@ -56,6 +56,19 @@ class At:
 def _enters_handler(frame: FrameType) -> bool:
     """Whether an error is on its way. No signal arrives there, and a tracer that raises leaks that error."""
     return dis.opname[frame.f_code.co_code[frame.f_lasti]] in ("PUSH_EXC_INFO", "WITH_EXCEPT_START")
+
+
+def _ends_block(frame: FrameType) -> bool:
+    """Whether the next thing is the call that ends a `with` whose body is over.
+
+    Python looks for signals after a call, which is still in the body, and then in the call of `__exit__`. What a tracer
+    raises between the two, nobody could meet.
+    """
+    code = frame.f_code
+    names = [
+        step.opname for step in dis.get_instructions(code) if step.offset >= frame.f_lasti and step.opname != "SWAP"
+    ]
+    return names[:3] == ["LOAD_CONST"] * 3 and names[3] in ("PRECALL", "CALL")
 
 
 def _is_finalizing(frame: FrameType | None) -> bool:
