@@ -253,6 +253,8 @@ def repeated(leaves: Sequence[Any]) -> dict[int, int]:
 def _traits(tensor: torch.Tensor) -> tuple[bool, int, int]:
     try:
         memory = tensor.data_ptr()
+    except torch.OutOfMemoryError:  # a RuntimeError too
+        raise
     except (NotImplementedError, RuntimeError):  # a sparse one, or one that wraps others
         memory = 0
     return tensor.requires_grad, version_of(tensor), memory

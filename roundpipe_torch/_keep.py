@@ -113,7 +113,7 @@ class Kept:
         self.graph: list[Any] | None = None  # edges of the tracked outputs into the function's graph
         self.waiting: list[weakref.ref[Argument]] = []  # where that graph gets the arguments that it needs
         self.grads: dict[int, torch.Tensor] = {}  # what a backward through it gave for the arguments
-        self.anchor = torch.empty(0)  # what that backward asks for, so that it gets to the arguments
+        self.anchor: torch.Tensor  # what that backward asks for, so that it gets to the arguments
         self.behind: list[torch.Tensor] | None = None  # leaves of the closure; None if that backward has to add to them
 
     def places(self) -> Counter[str]:
@@ -233,7 +233,7 @@ class _Call:
         """The tensors to call with: these, or the same cut off from their graph."""
         if not isolated:
             return self.tensors
-        kept.anchor.requires_grad_()
+        kept.anchor = torch.empty(0, requires_grad=True)
         arguments = self.tensors[: self.count]
         first = {id(tensor): n for n, tensor in reversed(list(enumerate(arguments)))}
         cut = {n: _cut(kept, n, arguments[n]) for n in first.values()}

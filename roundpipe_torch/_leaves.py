@@ -107,14 +107,9 @@ class _Idle:
     __slots__ = ("_had", "_hook", "_version")
 
     def __init__(self, hook: Callable[[torch.Tensor], Any], leaf: torch.Tensor) -> None:
-        self._hook = hook.awaited if isinstance(hook, _Idle) else hook
+        self._hook: Callable[[torch.Tensor], Any] = hook._hook if isinstance(hook, _Idle) else hook
         self._had = None if leaf.grad is None else weakref.ref(leaf.grad)
         self._version = -1 if leaf.grad is None else leaf.grad._version
-
-    @property
-    def awaited(self) -> Callable[[torch.Tensor], Any]:
-        """The user's."""
-        return self._hook
 
     def __call__(self, leaf: torch.Tensor) -> Any:
         has = leaf.grad

@@ -118,6 +118,8 @@ def memory_of(tensor: torch.Tensor) -> int:
     """Names the memory of any tensor; of one that has none to name, the tensor itself, as long as it lives."""
     try:
         return int(tensor.untyped_storage()._cdata)
+    except torch.OutOfMemoryError:  # a RuntimeError too
+        raise
     except (NotImplementedError, RuntimeError):  # a sparse one, or one of a class that wraps others
         return id(tensor)
 
